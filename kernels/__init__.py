@@ -27,8 +27,8 @@ _MODULES = {
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "cpu.matmul", "plain.matmul"),
     "stack": ("gpu.product", "cpu.product", "plain.product"),
-    "bands": ("plain.bands", "cpu.bands", "plain.bands"),
-    "arcs": ("plain.arcs", "cpu.arcs", "plain.arcs"),
+    "bands": ("plain.bands", "cpu.sparse", "plain.bands"),
+    "arcs": ("plain.arcs", "cpu.sparse", "plain.arcs"),
     "factors": ("plain.products", "cpu.products", "plain.products"),
 }
 

@@ -43,6 +43,7 @@ VALUES, LENGTHS = "values_and_gradients", "lengths_are"
 MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
 FACTORS = "tests/kernels/test_factor_search.py"
 FAR = "tests/kernels/test_structures.py -k paths_far_below"
+STRUCTURES = "tests/kernels/test_structures.py -k 'arcs or bands or sizes'"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -62,7 +63,7 @@ SEARCHED = [
      "real top;\n        naturals limit = !one && raised ? bounds.least[0] : 0 ?"),
     ("the largest entry that a product has seen is 0", "step.h", "a->high = real_of((whole)bits), a->has_high = 1;",
      "a->high = 0 * real_of((whole)bits), a->has_high = 1;"),
-    ("what was counted is counted again", "exact.h", "step + 1 <= a->uncounted[q]", "step + 1 <= a->steps"),
+    ("what was counted is counted again", "dense_rows.h", "step + 1 > a->uncounted[q]", "step + 1 > a->steps"),
     ("what was not counted is not recomputed", "backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
     ("starts are not looked at", "step.h", "return lossy;\n}", "return 0 * lossy;\n}"),
 ]  # fmt: skip
@@ -142,9 +143,18 @@ MUTANTS = [
     Mutant("a rank's choice is that of another rank", C + "topk.h",
            "choices_at(b, place, step)[choice % b->ranks * b->walk.width + path[step]]",
            "choices_at(b, place, step)[path[step]]", table(f"{VALUES} and cpu-topk_paths")),
-    Mutant("arcs of weight 0 have counts", C + "arcs_counts.h",
-           "        if (weight == (a->logarithms ? -__builtin_inf() : 0)) continue;\n", "",
-           table(f"({VALUES} or zeros_have) and cpu-sparse")),
+    Mutant("a row that is aligned is always believed", C + "split.h", "return !any(~(sum >= 1));",
+           "return !any(~(sum >= 0));", STRUCTURES),
+    Mutant("sums are by the exponent of their first term", C + "split.h", "sum.e = larger(e[t], sum.e);",
+           "sum.e = larger(sum.e, sum.e);", STRUCTURES),
+    Mutant("exponents that are not exact do not matter", C + "exact_step.h",
+           "    s->inexact |= s->level > -BITS || s->top > (real)EXACT;\n", "", STRUCTURES),
+    Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
+           "where(denormal, splat(0), a)", STRUCTURES),
+    Mutant("counts of neighbors go to the first of them", C + "exact.h", " && a->counts == b->counts;", ";",
+           table(f"{VALUES} and cpu-marginals-detour2")),
+    Mutant("exact posteriors ignore the scale of their step", C + "exact_step.h", "s->counting.shift = -top;",
+           "s->counting.shift = 0 * top;", SEARCH),
     Mutant("a difference of logarithms may be NaN", C + "matmul.h",
            "exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL)",
            "exponential(a - top, NO_TAIL)", "tests/test_matmul.py"),
@@ -188,8 +198,8 @@ MUTANTS = [
            table(f"{VALUES} and cpu-tree")),
     Mutant("negative initial weights are taken", "logchain/arguments.py", "and has_negative(weights):",
            "and name != 'p0' and has_negative(weights):", "tests/test_arguments.py -k raised_with_its_place"),
-    Mutant("negative weights of a step are numbers", C + "rows.h",
-           "    value = choose(value < 0, splat_wide(__builtin_nan(\"\")), value);\n", "",
+    Mutant("negative weights of a step are numbers", C + "split.h",
+           "return ~(a >= (logarithms ? -INFINITE : 0));", "return a != a;",
            "tests/test_arguments.py -k negative_sum_of_one_step"),
     Mutant("segments may disagree by a tenth", "logchain/schedules/segments.py",
            "    return 2 * (c + 8) * torch.finfo(dtype).eps\n", "    return 0.1\n",

@@ -1,63 +1,255 @@
-"""The arguments that chains of bands and of arcs have in common, for loops in C over one sequence after another."""
+"""Chains whose transitions are bands or arcs, as `kernels.plain` defines them, by the exact scan of the C library.
 
-from collections.abc import Sequence
-from typing import Any
+Messages are numbers of a mantissa and an exponent, in which nothing underflows. Exponents are exact up to 2^24 in
+float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or in logarithms.
+"""
 
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..structured import Structured, places
-from .arguments import Pointing, run, shared
+from ..plain import arcs as plain_arcs
+from ..plain import bands as plain_bands
+from ..structured import Arcs, Gradients, Structured, Walk, places
+from .arguments import Pointing, fields, function, run, shared
+from .library import in_large_pages
+
+# arcs in a row of a slice; a state with more has several rows
+_LONGEST_ROW = 64
+
+# the multiply-adds of a dense chain that take as long as one state of one band
+_COST = 16
+
+_BANDS, _ARCS = 0, 1
 
 
-class SparseCall(Pointing):
+class _Arguments(ctypes.Structure):
+    """`Exact` of c/entries.h, field by field."""
+
+    _fields_ = fields(
+        "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
+        " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
+        " *counts *grad_weights counts_step *grad_p0 *room *dense"
+    )
+
+
+class _Slices(ctypes.Structure):
+    """`Slices` of c/entries.h, field by field."""
+
+    _fields_ = fields("blocks shared *start *state *other *arc")
+
+
+class _Graph(ctypes.Structure):
+    """Arcs in slices by target and by source."""
+
+    _fields_ = [("into", _Slices), ("out", _Slices)]
+
+
+class _Arranged(NamedTuple):
+    """Arcs in slices, and the arrays that these point to."""
+
+    graph: _Graph
+    arrays: tuple[NDArray[Any], ...]
+
+
+# by `source` of the arcs: `target`, versions of both, and how they are arranged
+_arranged: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def forward(chain: Structured, keep: bool) -> Walk:
+    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step."""
+    call = _Call(chain)
+    n, v = call.n, chain.v
+    kept: tuple[Tensor, ...] = ()
+    log_norm = torch.empty(n, dtype=torch.float64, device="cpu")
+    if keep:
+        kept = call.kept(v, chain.dtype), call.kept(v, chain.dtype), torch.empty(n, v, dtype=torch.float64)
+        call.point(mantissas=kept[0], exponents=kept[1], taken=kept[2])
+    call.point(log_norm=log_norm)
+    if call.run("exact_forward", call.spans()):
+        wider_forward, _, wider = _wider(chain)
+        walk: Walk = wider_forward(wider, keep)
+        return walk
+    log_norm = log_norm.view(chain.batch)
+    return Walk(log_norm, kept, torch.zeros_like(log_norm, dtype=torch.bool))
+
+
+def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+    """The gradients of `sum(weight * log_norm)` with respect to x, the parameter and p0, where `needs` says so."""
+    if len(walk.kept) == 1:
+        gradients: Gradients = _plain(chain).backward(chain, walk, weight, needs)
+        return gradients
+    if walk.kept[0].dtype != chain.dtype:
+        return _rounded(backward(replace(chain, dtype=torch.float64), walk, weight, needs), chain.dtype)
+    call, (parameter,) = _Call(chain), chain.parameters
+    n, c = call.n, chain.c
+    call.point(mantissas=walk.kept[0], exponents=walk.kept[1], taken=walk.kept[2])
+    call.point(log_norm=walk.log_norm.contiguous())
+    call.point(weight=weight.double().expand(chain.batch).resolve_neg().contiguous())
+    grad_x = in_large_pages(torch.empty(chain.x.shape, dtype=chain.dtype, device="cpu")) if needs[0] else None
+    grad_p0 = torch.empty(n, c, dtype=torch.float64, device="cpu") if needs[2] else None
+    call.point(grad_x=grad_x, grad_p0=grad_p0)
+    counted = needs[1] and parameter.numel() > 0
+    # copies of gradients of each step take no more memory than the messages
+    most = None if call.one else max(1, n * c // max(1, call.entries))
+    spans = call.spans(whole_sets=counted, most=most)
+    counts = call.sums(len(spans)) if counted else []
+    if call.run("exact_backward", spans, "counts" if call.one else "grad_weights", counts):
+        wider_forward, wider_backward, wider = _wider(chain)
+        return _rounded(wider_backward(wider, wider_forward(wider, True), weight, needs), chain.dtype)
+    weights = counts[0] if counts else torch.zeros(parameter.shape)
+    if grad_p0 is not None:
+        grad_p0 = grad_p0.view(*chain.batch, c).sum_to_size(chain.p0.shape)
+    return _rounded(Gradients(grad_x, (weights,) if needs[1] else None, grad_p0), chain.dtype)
+
+
+def _rounded(gradients: Gradients, dtype: torch.dtype) -> Gradients:
+    x, p0 = (None if one is None else one.to(dtype) for one in (gradients.x, gradients.p0))
+    parameters = gradients.parameters
+    return Gradients(x, None if parameters is None else tuple(one.to(dtype) for one in parameters), p0)
+
+
+def _wider(chain: Structured) -> tuple[Callable[..., Walk], Callable[..., Gradients], Structured]:
+    """What computes chains with exponents that this dtype does not hold: float64, or logarithms in torch operations."""
+    if chain.dtype == torch.float64:
+        return _plain(chain).forward, _plain(chain).backward, chain
+    return forward, backward, replace(chain, dtype=torch.float64)
+
+
+def _plain(chain: Structured) -> ModuleType:
+    return plain_arcs if isinstance(chain.pattern, Arcs) else plain_bands
+
+
+class _Call(Pointing):
     """The arguments of a chain with one parameter, with the tensors that they point to.
 
     Attributes:
         n: the number of sequences.
-        parameter: the parameter in the dtype of the arithmetic.
-        set_of: the set of parameters of each sequence (n), of `sets`.
+        dtype: that of the arithmetic, and of the parameter here.
+        one: whether all steps share the parameter.
+        entries: the entries of the parameter of a step.
     """
 
-    def __init__(self, arguments: Any, chain: Structured) -> None:
+    def __init__(self, chain: Structured) -> None:
         (parameter,), batch = chain.parameters, chain.batch
         # the memory of a negative view holds other numbers
         x, self.parameter, p0 = (one.to(chain.dtype).resolve_neg() for one in (chain.x, parameter, chain.p0))
         x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
-        self.chain, self.arguments, self._held, self.n = chain, arguments, {"parameter": self.parameter}, batch.numel()
-        own = parameter.shape[: len(batch)]
-        self.sets = own.numel()
-        self.set_of = torch.arange(self.sets, device="cpu").view(own).expand(batch).flatten().contiguous()
-        self.one = parameter.shape[len(batch)] == 1  # for all steps
-        self.set(steps=chain.v, states=chain.c, one_matrix=self.one, logarithms=chain.log_params, by_log=chain.by_log)
-        self.set(x_step=x.stride(-2), p0_state=p0.stride(-1))
-        self.point(x=x, x_at=places(x, batch), p0=p0, p0_at=places(p0, batch))
-        self.point(order=torch.argsort(self.set_of, stable=True))
-        self.point(ends=None if chain.ends is None else chain.ends.expand(batch).contiguous())
+        self.chain, self.dtype, self.n = chain, chain.dtype, batch.numel()
+        self._held = {"parameter": self.parameter}
+        own, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
+        self.one, self.entries = steps == 1, math.prod(entries)
+        self._sets = own.numel()
+        set_of = torch.arange(self._sets, device="cpu").view(own).expand(batch).flatten()
+        order = torch.argsort(set_of, stable=True)
+        self._set_sizes = torch.bincount(set_of, minlength=self._sets)
+        ends = torch.full((self.n,), chain.v) if chain.ends is None else chain.ends.expand(batch).flatten()
+        at = (places(one, batch) for one in (x, p0, self.parameter))
+        table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)[order].contiguous()
+        self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one, by_log=chain.by_log)
+        self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1))
+        self.set(weights_step=self.parameter.stride(len(batch)), weights_inner=self.parameter.stride(-1))
+        self.set(counts_step=self.entries)
+        self.point(places=table, x=x, weights=self.parameter, p0=p0)
+        if isinstance(chain.pattern, Arcs):
+            arranged = _arrange(chain.pattern, chain.c, int(function("lanes", chain.dtype)()))
+            self._held["arranged"] = arranged
+            self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(arranged.graph))
+            self._work = self.n * chain.v * self.entries
+        else:
+            self.point(pattern=torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"))
+            self.set(kind=_BANDS, terms=len(chain.pattern), weights_outer=self.parameter.stride(-2))
+            self._work = self.n * chain.v * chain.c * (len(chain.pattern) + 4) * _COST
 
-    def spans(self, work: int, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
-        """The first place in `order` of each thread and the one after its last, for so many multiply-adds.
+    def kept(self, v: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a number of each state, in whole vectors."""
+        lanes = int(function("lanes", dtype)())
+        return in_large_pages(torch.empty(self.n, v, -(-self.chain.c // lanes) * lanes, dtype=dtype, device="cpu"))
+
+    def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
+        """The first place of each thread and the one after its last.
 
         With `whole_sets`, each set of parameters belongs to one thread; at most `most` threads share an only set.
         """
-        if not whole_sets or self.sets == 1:
-            return shared(self.n, work, most if whole_sets else None)
-        ends = [0, *torch.bincount(self.set_of, minlength=self.sets).cumsum(0).tolist()]
-        return [(ends[first], ends[last]) for first, last in shared(self.sets, work)]
+        if not whole_sets or self._sets == 1:
+            return shared(self.n, self._work, most if whole_sets else None)
+        ends = [0, *self._set_sizes.cumsum(0).tolist()]
+        return [(ends[first], ends[last]) for first, last in shared(self._sets, self._work)]
 
     def sums(self, threads: int) -> list[Tensor]:
         """Zeros like the parameter for its gradient: one tensor, or one for each thread if these share an only set.
 
         They are in float64 where all steps share the parameter.
         """
-        dtype, copies = torch.float64 if self.one else self.chain.dtype, threads if self.sets == 1 else 1
-        shape = self.parameter.shape
-        return [torch.zeros(shape, dtype=dtype, device="cpu") for _ in range(copies)]
+        dtype, copies = torch.float64 if self.one else self.dtype, threads if self._sets == 1 else 1
+        return [torch.zeros(self.parameter.shape, dtype=dtype, device="cpu") for _ in range(copies)]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], field: str = "", sums: Sequence[Tensor] = ()) -> int:
         """The sum of what a function returns for spans of places, a thread for each; `sums` add up in the first."""
         each = [{field: sums[i % len(sums)]} for i in range(len(spans))] if sums else ()
-        found = run(self.arguments, self.chain.dtype, name, spans, each)
+        found = run(self.arguments, self.dtype, name, spans, each)
         for more in sums[1:]:
             sums[0].add_(more)
         return found
+
+
+# ------------------------------------------------------------------------------------------------------------- slices
+
+
+def _arrange(arcs: Arcs, c: int, size: int) -> _Arranged:
+    """The arcs in slices of `size` rows, found once for tensors that stay the same."""
+    versions = arcs.source._version, arcs.target._version, c, size
+    known = _arranged.get(arcs.source)
+    if known is not None and known[0] is arcs.target and known[1] == versions:
+        arranged: _Arranged = known[2]
+        return arranged
+    source, target = (end.contiguous().numpy() for end in arcs)
+    into, arrays_in = _slices(target, source, _sorted_by(target), c, size)
+    out, arrays_out = _slices(source, target, np.arange(len(source)), c, size)
+    arranged = _Arranged(_Graph(into, out), arrays_in + arrays_out)
+    _arranged[arcs.source] = arcs.target, versions, arranged
+    return arranged
+
+
+def _sorted_by(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The stable order of numbers from 0 to below 2^32, by their lower and then by their upper 16 bits."""
+    order = np.argsort(keys.astype(np.uint16), kind="stable")  # numpy sorts 16 bits by counting
+    upper = (keys >> 16).astype(np.uint16)
+    return order[np.argsort(upper[order], kind="stable")] if upper.any() else order
+
+
+def _slices(
+    own: NDArray[np.int64], other: NDArray[np.int64], order: NDArray[np.int64], c: int, size: int
+) -> tuple[_Slices, tuple[NDArray[Any], ...]]:
+    """Slices of `size` rows of arcs by their state `own`, and the arrays that they point to; `order` sorts the arcs."""
+    degree = np.bincount(own, minlength=c)
+    rows = -(-degree // _LONGEST_ROW)  # of each state
+    state, several = np.repeat(np.arange(c), rows), np.repeat(rows > 1, rows)
+    done = (np.arange(len(state)) - np.repeat(np.cumsum(rows) - rows, rows)) * _LONGEST_ROW
+    length = np.minimum(degree[state] - done, _LONGEST_ROW)
+    by_length = _sorted_by(2 * _LONGEST_ROW - length - several * _LONGEST_ROW)
+    place = np.empty_like(by_length)  # of each row
+    place[by_length] = np.arange(len(state))
+    count = -(-len(state) // size)
+    longest = np.zeros(count * size, np.int64)
+    longest[: len(state)] = length[by_length]
+    start = np.concatenate([[0], np.cumsum(longest.reshape(count, size).max(1, initial=0))])
+    states, others = np.zeros(count * size, np.int32), np.zeros(start[-1] * size, np.int32)
+    states[: len(state)] = state[by_length]
+    arcs = np.full(start[-1] * size, -1, np.int32)
+    # arcs of a row are neighbours in `order`, and a whole vector apart in a slice
+    first_slot = start[place // size] * size + place % size
+    slot = np.repeat(first_slot - (np.cumsum(length) - length) * size, length) + np.arange(len(order)) * size
+    others[slot], arcs[slot] = other[order], order
+    arrays = start, states, others, arcs
+    pointers = (array.ctypes.data for array in arrays)
+    return _Slices(count, -(-int(several.sum()) // size), *pointers), arrays

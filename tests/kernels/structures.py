@@ -120,7 +120,10 @@ def as_logs(chain: Structured) -> Structured:
 def kernels(room: str, chain: Structured) -> ModuleType:
     """The module of a room, "cpu" or "plain", that computes a chain."""
     names = {Arcs: "arcs", tuple: "bands", Factors: "products"}
-    return importlib.import_module(f"logchain.kernels.{room}.{names[type(chain.pattern)]}")
+    name = names[type(chain.pattern)]
+    return importlib.import_module(
+        f"logchain.kernels.{room}.{name if room == 'plain' or name == 'products' else 'sparse'}"
+    )
 
 
 def weights_of(chain: Structured) -> Tensor:
@@ -129,10 +132,13 @@ def weights_of(chain: Structured) -> Tensor:
 
 
 def answers(room: str, chain: Structured, weight: Tensor | None = None, needs=ALL) -> tuple[Walk, Gradients]:
-    """What forward and backward return; the log-partitions do not depend on what is kept."""
+    """What forward and backward return; the log-partitions do not depend on what is kept, but for the order of sums."""
     module = kernels(room, chain)
     walk, weight = module.forward(chain, True), torch.ones(chain.batch, dtype=F64) if weight is None else weight
-    assert torch.equal(module.forward(chain, False).log_norm.nan_to_num(0.5), walk.log_norm.nan_to_num(0.5))
+    # a BLAS may add in another order where memory is aligned otherwise
+    near = 4 * unit(chain.dtype) if isinstance(chain.pattern, Factors) else 0.0
+    again = module.forward(chain, False).log_norm
+    torch.testing.assert_close(again, walk.log_norm, rtol=0, atol=near, equal_nan=True)
     return walk, module.backward(chain, walk, weight, needs)
 
 

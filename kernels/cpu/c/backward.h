@@ -337,9 +337,6 @@ static void walk_until_safe(Back *b) {
     if (b->w.a->counts && b->prepared) add_counts(&b->counts, &b->w);
 }
 
-/* Whether gradients may differ from 0: those of an impossible sequence are 0. */
-INLINE int has_gradient(const Chain *a, int64_t q) { return a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf(); }
-
 static void clear_gradients(const Chain *a, int64_t set, int64_t q) {
     int64_t steps = a->starts ? steps_of(a, q) : a->steps;
     for (int64_t step = a->entering != 0; step < steps && a->grad_x; step++)

@@ -1,7 +1,5 @@
 /* The loops in float64. */
 #define BITS 64
-#include "arcs_backward.h"
-#include "bands_backward.h"
 #include "call.h"
 #include "fold.h"
 #include "matmul.h"

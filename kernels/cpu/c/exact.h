@@ -1,436 +1,218 @@
-/* Exact recomputation of lossy sequences: messages whose entries are numbers of unlimited exponent (number.h, rows.h).
-
-       S_0 = p0 E_0      S_i = S_{i-1} P_i E_i      log Z = log sum S_{v-1} + sum of max x_i
-
-       B_{v-1} = 1, or exp(following)      B_{i-1} = B_i E_i P_i^T      posterior_i = S_i B_i / sum S_i B_i
-
-       d/dP_i = w S_{i-1}^T (B_i E_i) / sum S_{i-1} B_{i-1}      d/dp0 = w E_0 B_0 / sum p0 E_0 B_0
-
-   with E_i = exp(x_i - max x_i) and the weight w. Nothing underflows. Kept messages are logarithms. */
+/* Exact scans, forward and backward, see exact_step.h. */
 #pragma once
-#include "backward.h"
-#include "rows.h"
+#include "dense_rows.h"
 
-enum { TOGETHER = 64 }; /* sequences that take a step together */
-
-typedef struct {
-    const Chain *a;
-    int64_t set, count, across; /* across: width of rows, c rounded up to whole blocks */
-    int64_t steps;              /* of the longest of the sequences */
-    int64_t *chosen;            /* (count): the sequences */
-    Numbers matrix;             /* matrix into the current step, backward its transpose */
-    Row messages, sums, kept;   /* (count, across): S or B; the product, or T and sources; S as it was kept */
-    Row work;                   /* (across): S B or logarithms of one sequence */
-    double *digits;             /* (count): digits taken out of messages */
-    Sum *shifts;                /* (count): logarithms taken out of messages */
-    double *scratch, *entered;  /* (count, across): scratch; posteriors at the step after */
-    int64_t *states;            /* (count, across): states with a source */
-    double *total;              /* (c, across): counts, as (to, from) */
-} Exact;
-
-/* A row of c values, linear or logarithms, as numbers. */
-static void read_row(const Exact *w, const real *from, int64_t step, int logarithms, Row row) {
-    double none = logarithms ? -__builtin_inf() : 0;
-    for (int64_t j = 0; j < w->across; j += WIDE)
-        store_number(row, j, number_of(read_wide(from + j * step, step, w->a->states - j, none), logarithms));
+static void finish_scan(const Scan *w, Sequence *s) {
+    double sum = sum_of_split_row(w->width, s->message, s->top);
+    Sum log_norm = s->shift;
+    add_powers(&log_norm, s->taken + (double)s->top), add(&log_norm, logarithm(sum));
+    if (s->taken + (double)s->top > HUGE / 2) log_norm = (Sum){__builtin_inf(), 0};
+    if (s->has_nan || sum == 0) log_norm = (Sum){s->has_nan ? __builtin_nan("") : -__builtin_inf(), 0};
+    if (kind_of(w->a) == DENSE) finish_dense(w, s, sum, log_norm);
+    else w->a->log_norm[s->place->index] = value_of(log_norm);
 }
 
-/* Multiplies a sequence's message by its emissions, and takes out its largest digit. */
-static void emit_into(Exact *w, int64_t f, int64_t step) {
-    double digit;
-    const real *x = x_at(w->a, w->set, w->chosen[f], step);
-    add(&w->shifts[f], emit_numbers(w->a->states, x, row_from(w->messages, f * w->across), &digit));
-    w->digits[f] += digit;
-}
-
-/* Multiplies all messages by the matrix; the old ones stay in w->sums. */
-static void multiply_all(Exact *w) {
-    Row before = w->messages;
-    multiply_rows(&w->matrix, w->count, before, w->scratch, w->states, w->sums);
-    w->messages = w->sums, w->sums = before;
-}
-
-/* ------------------------------------------------------------------------------------------------------- messages */
-
-/* Adds log(2^(512 digits + exponent)). */
-static void add_digits(Sum *to, double digits, int64_t exponent) {
-    if (digits < 0x1p40 && digits > -0x1p40) add_exponent(to, (int64_t)digits * 512 + exponent);
-    else add(to, (digits * 512 + (double)exponent) * 0.69314718055994531);
-}
-
-/* A message to keep: natural logarithms, the largest near 0. */
-static void store_message(const Exact *w, Row row, real *out) {
-    double top = log_numbers(w->a->states, row, w->work.m);
-    for (int64_t j = 0; j < w->a->states; j += WIDE)
-        write_wide(out + j, load_wide(w->work.m + j) - top, w->a->states - j);
-}
-
-/* A backward message that leaves: natural logarithms, the largest near 0. */
-static void write_leaving_numbers(const Exact *w, Row row, double *out) {
-    double top = log_numbers(w->a->states, row, w->work.m);
-    for (int64_t j = 0; j < w->a->states; j++) out[j] = w->work.m[j] - top;
-}
-
-/* A message as natural logarithms, with all that was taken out of it. A NaN makes this message and all later ones NaN:
-   the shift becomes NaN, because a later row of zeros would hide it. */
-static void write_log_numbers(const Exact *w, int64_t f, real *out) {
-    Row row = row_from(w->messages, f * w->across);
-    Sum taken = w->shifts[f];
-    longs nan = {0};
-    int64_t c = w->a->states;
-    add_digits(&taken, w->digits[f], 0);
-    log_numbers(c, row, w->work.m);
-    for (int64_t j = 0; j < c; j += WIDE) {
-        doubles size = load_wide(row.m + j), logs = choose(size < __builtin_inf(), load_wide(w->work.m + j), size);
-        logs = taken.sum + (taken.error + logs);
-        nan |= logs != logs;
-        write_wide(out + j, logs, c - j);
+static void scan_forward(Scan *w) {
+    const Exact *a = w->a;
+    for (int64_t f = 0; f < w->count && kind_of(a) == DENSE; f++)
+        w->sequence[f].shift = log_norm_before(a->dense, w->sequence[f].place->index);
+    for (int64_t step = 0; step < w->steps; step++) {
+        if (step > 0) read_matrix(a, &w->matrix, w->sequence->place, step), sum_all(w, step);
+        for (int64_t f = 0; f < w->count; f++) {
+            Sequence *s = w->sequence + f;
+            if (step >= s->place->steps) continue;
+            s->has_nan |= step == 0 ? read_p0(a, s->place, s->sums) : w->matrix.has_nan;
+            emit(w, s, step, kept_row(w, s->place, step));
+            if (a->taken) a->taken[row_at(a, s->place, step)] = s->taken;
+            if (kind_of(a) == DENSE) write_dense_forward(w, s, step);
+            if (step + 1 == s->place->steps) finish_scan(w, s);
+        }
     }
-    if (!any_wide(nan)) return;
-    w->shifts[f].sum = __builtin_nan("");
-    for (int64_t j = 0; j < c; j++) out[j] = (real)__builtin_nan("");
 }
 
-/* A forward message as `messages`, `log_forward` and `filtered`. */
-static void write_forward(const Exact *w, int64_t f, int64_t step) {
-    const Chain *a = w->a;
-    int64_t q = w->chosen[f];
-    Row row = row_from(w->messages, f * w->across);
-    real *shares = filtered_at(a, q, step);
-    if (a->messages) store_message(w, row, message_at(a, q, step));
-    if (a->log_forward) write_log_numbers(w, f, logarithms_at(a, a->log_forward, w->set, q, step));
-    if (!shares) return;
-    double digit, sum = sum_of(w->across, row, &digit);
-    for (int64_t j = 0; j < a->states; j++) shares[j] = (real)share_of(row.m[j], row.e[j], sum, digit);
-}
-
-INLINE void fill_impossible(const Chain *a, real *out) {
-    for (int64_t j = 0; j < a->states; j++) out[j] = -INFINITE;
-}
-
-/* What these hold after a sequence's end. */
-static void clear_forward(const Exact *w, int64_t q, int64_t step) {
-    const Chain *a = w->a;
-    real *shares = filtered_at(a, q, step);
-    if (a->messages && !a->starts) clear(a->states, message_at(a, q, step));
-    if (a->log_forward && !a->starts) fill_impossible(a, logarithms_at(a, a->log_forward, w->set, q, step));
-    if (shares) clear(a->states, shares);
-}
-
-/* log Z of a sequence after its last step, and its leaving message. */
-static void finish_numbers(const Exact *w, int64_t f) {
-    const Chain *a = w->a;
-    int64_t q = w->chosen[f], exponent;
-    Row row = row_from(w->messages, f * w->across);
-    double digit, sum = sum_of(w->across, row, &digit), part = mantissa(sum, &exponent);
-    Sum log_norm = w->shifts[f];
-    if (a->leaving) {
-        double whole_sum = sum > 0 ? logarithm(sum) + digit * 512 * 0.69314718055994531 : sum;
-        log_numbers(a->states, row, w->work.m);
-        for (int64_t j = 0; j < a->states; j++) a->leaving[q * a->states + j] = w->work.m[j] - whole_sum;
+/* The gradient of p0, from T of step 0. */
+static void write_p0_gradient(const Scan *w, const Sequence *s) {
+    const Exact *a = w->a;
+    double sum = 0, *out = a->grad_p0 + s->place->index * a->states;
+    real top = 0;
+    read_p0(a, s->place, s->sums);
+    Mode mode = flush_to_zero(w->ordinary);
+    top = top_of_products(w, &(Sequence){.sums = s->sums, .kept = s->message});
+    for (int64_t j = 0; j < a->states; j += LANES) {
+        Split t = load_split(s->message, j), p = load_split(s->sums, j);
+        sum += (double)total(t.m * p.m * bounded_power((t.e + p.e) - top));
     }
-    if (sum == 0 || sum != sum) {
-        int impossible = sum == 0 && log_norm.sum == log_norm.sum;
-        write_log_norm(a, q, (Sum){impossible ? -__builtin_inf() : __builtin_nan(""), 0});
+    for (int64_t j = 0; j < a->states; j += LANES) {
+        Split t = load_split(s->message, j), p = load_split(s->sums, j);
+        Split value = {t.m * (real)(weight_of(a, s) / sum), t.e - top};
+        if (a->logarithms || a->by_log) value.m *= p.m, value.e += p.e;
+        value.m = where((p.e > -INFINITE) & (value.e > -INFINITE), value_of_split(value), splat(0));
+        UNROLL for (int l = 0; l < LANES; l++) if (j + l < a->states) out[j + l] = (double)value.m[l];
+    }
+    set_mode(mode);
+}
+
+/* S of a step and how it is scaled, before the sums B of that step: by Z of the step before, or by the last S. */
+static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
+    const Exact *a = w->a;
+    int last = step + 1 == s->place->steps;
+    s->counting = (Counting){.counts = last ? 0 : counts};
+    if (kind_of(a) == DENSE) {
+        if (a->log_norm) begin_dense(w, s, step);
+        if (last) last_dense(w, s);
         return;
     }
-    add_digits(&log_norm, digit + w->digits[f], exponent);
-    add(&log_norm, logarithm(part));
-    write_log_norm(a, q, log_norm);
+    double taken = a->taken[row_at(a, s->place, step)];
+    s->kept = kept_row(w, s->place, step);
+    if (last) {
+        real top = top_of_row(w->width, s->kept);
+        s->sum = sum_of_split_row(w->width, s->kept, top), s->whole = taken + (double)top;
+        for (int64_t j = 0; j < w->width; j++) s->sums.m[j] = 1, s->sums.e[j] = j < a->states ? 0 : -INFINITE;
+    }
+    s->counting.shift = (real)(taken + s->taken - s->whole);
+    s->counting.share = (real)(weight_of(a, s) / s->sum), s->counting.kept = s->kept;
 }
 
-static void walk_numbers_forward(Exact *w) {
-    const Chain *a = w->a;
-    for (int64_t f = 0; f < w->count; f++) w->shifts[f] = log_norm_before(a, w->chosen[f]), w->digits[f] = 0;
-    for (int64_t step = 0; step < w->steps; step++) {
-        if (step == 1 || (step > 1 && !a->one_matrix)) read_numbers(a, w->set, step, 0, &w->matrix);
-        if (step > 0) multiply_all(w);
-        for (int64_t f = 0; f < w->count; f++) {
-            int64_t q = w->chosen[f];
-            Row row = row_from(w->messages, f * w->across);
-            if (step >= steps_of(a, q)) {
-                clear_numbers(w->across, row);
-                clear_forward(w, q, step);
-                continue;
-            }
-            if (step == 0) read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, row);
-            emit_into(w, f, step);
-            write_forward(w, f, step);
-            if (step + 1 == steps_of(a, q)) finish_numbers(w, f);
-        }
+/* Posteriors, counts of dense matrices, and T. */
+static void end_step(Scan *w, Sequence *s, int64_t step) {
+    const Exact *a = w->a;
+    if (kind_of(a) == DENSE) end_dense(w, s, step);
+    else {
+        operand *out = a->grad_x ? a->grad_x + row_at(a, s->place, step) * a->states : 0;
+        double sum = write_posteriors(w, s, out);
+        double change = sum / s->sum - 1;
+        if (change > -0x1p-12 && change < 0x1p-12) s->sum = sum;
+        else find_posteriors(w, s, out); /* exponents beyond EXACT */
+    }
+    emit(w, s, step, (Row){0, 0});
+}
+
+/* Gradients of a sequence that has none, or NaN where log Z is NaN; of others zeros after the end. */
+static void fill_gradients(Scan *w, Sequence *s, real *counts) {
+    const Exact *a = w->a;
+    double log_norm = a->log_norm[s->place->index], weight = weight_of(a, s);
+    int64_t c = a->states, steps = s->place->steps;
+    s->idle = weight == 0 || !(log_norm > -__builtin_inf());
+    real none = s->idle && weight != 0 && log_norm != log_norm ? (real)log_norm : 0;
+    for (int64_t step = s->idle ? 0 : steps; step < a->steps; step++) {
+        operand *out = kind_of(a) == DENSE && !a->dense->starts ? output_row(a, a->dense->grad_x, s, step) : 0;
+        if (a->grad_x && kind_of(a) != DENSE) out = a->grad_x + row_at(a, s->place, step) * c;
+        for (int64_t j = 0; j < c && out; j++) out[j] = (operand)(step < steps ? none : 0);
+    }
+    for (int64_t j = 0; j < c && a->grad_p0; j++) a->grad_p0[s->place->index * c + j] = (double)none;
+    for (int64_t step = 1; step < steps && none != none && counts; step++) {
+        read_matrix(a, &w->matrix, s->place, step);
+        for (int64_t k = 0; k < w->counts.entries * LANES; k++) counts[k] = none;
+        if (a->one_matrix) return add_recent(&w->counts);
+        write_counts(a, &w->matrix, s->place, step, &w->counts);
     }
 }
 
-/* B at a sequence's last step: ones, or the exponentials of `following` less its largest. */
-static void last_numbers(const Exact *w, const double *following, Row row) {
-    int64_t c = w->a->states;
-    double top = following ? largest_log(c, following) : 0;
-    for (int64_t j = 0; j < w->across; j += WIDE) {
-        doubles logs = splat_wide(-__builtin_inf());
-        UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) logs[l] = following ? following[j + l] - top : 0;
-        store_number(row, j, exponential_number(logs));
-    }
+/* Whether two sequences share weights, and their counts. */
+INLINE int share_weights(const Place *a, const Place *b) { return a->weights == b->weights && a->counts == b->counts; }
+
+/* Whether the next sequences, of this thread, have other weights. */
+INLINE int ends_weights(const Scan *w) {
+    const Place *next = w->sequence[w->count - 1].place + 1;
+    return next == w->a->places + w->a->last || !share_weights(next, next - 1);
 }
 
-/* B of all sequences at a step, from B at the step after it. */
-static void step_numbers_backward(Exact *w, int64_t step) {
-    const Chain *a = w->a;
-    int64_t next = step + 1;
-    if (next < w->steps) {
-        if (!a->one_matrix || next + 1 == w->steps) read_numbers(a, w->set, next, 1, &w->matrix);
-        for (int64_t f = 0; f < w->count; f++)
-            if (next < steps_of(a, w->chosen[f])) emit_into(w, f, next);
-        multiply_all(w);
-    }
-    for (int64_t f = 0; f < w->count; f++) {
-        int64_t q = w->chosen[f], steps = steps_of(a, q);
-        Row row = row_from(w->messages, f * w->across);
-        if (step >= steps) clear_numbers(w->across, row);
-        if (next == steps) last_numbers(w, a->following ? a->following + q * a->states : 0, row);
-    }
-}
-
-/* ------------------------------------------------------------------------------------------------------ gradients */
-
-/* Whether all S T / sum S B fit into doubles, so that P multiplies their sum over sequences. */
-static int plain_counts(const Exact *w) {
-    int plain = !w->matrix.digits;
-    for (int64_t f = 0; f < w->count; f++) {
-        double weight = w->a->weight[w->chosen[f]];
-        plain &= weight * weight > 0x1p-128 && weight * weight < 0x1p128;
-    }
-    return plain;
-}
-
-INLINE Number size_of_weight(double weight) {
-    return settled(settled((Number){splat_wide(weight < 0 ? -weight : weight), splat_wide(0)}));
-}
-
-/* Sources w T / sum S B, in place of T, of the states whose posterior `entered` at the step after is not negligible.
-   Returns how many; they are compacted, and `states` says which state each is of. */
-static int64_t find_sources(const Exact *w, const double *entered, double weight, double sum, double digit,
-                            Row sources, int64_t *states) {
-    const Numbers *p = &w->matrix;
-    int64_t count = 0;
-    double sign = weight < 0 ? -1 : 1, least = power_of_two(-FADED); /* of S T / sum S B, or of that times P */
-    if (p->digits) least = 0x1p-120;
-    else if (!logs(w->a) && p->low < 1) least *= p->low;
-    Number size = size_of_weight(weight);
-    for (int64_t j = 0; j < p->c; j++) {
-        double m = sources.m[j], e = sources.e[j];
-        sources.m[count] = m, sources.e[count] = e, states[count] = j;
-        count += !(entered[j] < least) & (m != 0);
-    }
-    for (int64_t k = 0; k < count; k += WIDE) {
-        Number source = load_number(sources, k);
-        Number share = settled((Number){source.m / sum, source.e - digit});
-        share = settled(times_number(share, size));
-        share.m *= sign;
-        store_number(sources, k, share);
-    }
-    return count;
-}
-
-/* Adds S times sources to the counts from a block of states k, in doubles. */
-static void count_block(const Exact *w, int64_t k, int64_t count, Row forward, Row sources, const int64_t *states) {
-    const Numbers *p = &w->matrix; /* the transpose */
-    int64_t first = p->first[k / BLOCK], stop = p->stop[k / BLOCK], begin = 0;
-    while (begin < count && states[begin] < first) begin++;
-    while (begin < count && states[count - 1] >= stop) count--;
-    if (begin == count) return;
-    double level = next_digit(forward.e, k, k + BLOCK, -NO_DIGIT);
-    for (; level > NO_DIGIT; level = next_digit(forward.e, k, k + BLOCK, level)) {
-        doubles from[PARTS];
-        UNROLL for (int l = 0; l < PARTS; l++) {
-            Number state = load_number(forward, k + l * WIDE);
-            from[l] = choose(state.e == level, state.m, splat_wide(0));
-        }
-        for (int64_t t = begin; t < count; t++) {
-            double m = sources.m[t], digit = sources.e[t] + level, *to = w->total + states[t] * p->across + k;
-            if (m == m && (digit < -1.5 || digit > 1.5)) continue; /* negligible, or no path: P is 0 there */
-            double share = digit == 0 ? m : digit > 0 ? m * DIGIT : m / DIGIT;
-            UNROLL for (int l = 0; l < PARTS; l++)
-                store_wide(to + l * WIDE, load_wide(to + l * WIDE) + share * from[l]);
-        }
-    }
-}
-
-/* Adds S times sources, times P for gradients of logarithms, to the counts; each product is a number. */
-static void count_numbers(const Exact *w, int64_t count, Row forward, Row sources, const int64_t *states) {
-    const Numbers *p = &w->matrix;
-    int by_log = logs(w->a);
-    for (int64_t t = 0; t < count; t++) {
-        double *to = w->total + states[t] * p->across, size = sources.m[t] < 0 ? -sources.m[t] : sources.m[t];
-        Row entries = row_from(p->entries, states[t] * p->across);
-        for (int64_t k = 0; k < p->across; k += WIDE) {
-            doubles entry = load_wide(entries.m + k);
-            Number source = {splat_wide(size), splat_wide(sources.e[t])};
-            Number product = times_number(load_number(forward, k), source);
-            if (by_log) {
-                product = settled(product);
-                product.m *= entry;
-                if (p->digits) product.e += load_wide(entries.e + k);
-            }
-            doubles value = choose((entry == 0) | (product.m == 0), splat_wide(0), value_of_number(product));
-            store_wide(to + k, load_wide(to + k) + (sources.m[t] < 0 ? -value : value));
-        }
-    }
-}
-
-/* Moves the counts into the gradient (from, to): exactly 0 where the matrix is 0, and where nothing was counted, for a
-   matrix after all ends may be NaN. `times_p`: multiplies them by P. */
-static void write_counted(Exact *w, int64_t step, int times_p) {
-    const Chain *a = w->a;
-    const Numbers *p = &w->matrix;
-    int64_t c = a->states;
-    for (int64_t k = 0; k < c * w->across; k += WIDE) {
-        doubles entry = load_wide(p->entries.m + k), count = load_wide(w->total + k);
-        store_wide(w->total + k, choose((entry == 0) | (count == 0), splat_wide(0), times_p ? count * entry : count));
-    }
-    for (int64_t k = 0; k < c && a->counts; k++)
-        for (int64_t j = 0; j < c; j++) a->counts[(w->set * c + k) * c + j] += w->total[j * w->across + k];
-    real *to = a->counts ? 0 : a->grad_bulk + first_count(a, w->set) + step * a->count_step;
-    for (int64_t k = 0; k < c && to; k++, to += c)
-        for (int64_t j = 0; j < c; j++) to[j] += (real)w->total[j * w->across + k];
-    for (int64_t k = 0; k < c * w->across; k++) w->total[k] = 0;
-}
-
-/* Counts the transitions out of a step; `counts`: number of sources of each sequence. */
-static void count_transitions(Exact *w, int64_t step, const int64_t *counts) {
-    const Chain *a = w->a;
-    int plain = plain_counts(w);
-    for (int64_t f = 0, at = 0; f < w->count && !plain; f++, at += w->across)
-        count_numbers(w, counts[f], row_from(w->kept, at), row_from(w->sums, at), w->states + at);
-    for (int64_t k = 0; k < w->across && plain; k += BLOCK)
-        for (int64_t f = 0, at = 0; f < w->count; f++, at += w->across)
-            count_block(w, k, counts[f], row_from(w->kept, at), row_from(w->sums, at), w->states + at);
-    if (a->grad_bulk || step == 0) write_counted(w, step, plain && logs(a));
-}
-
-/* The gradient of p0, from B at step 0. */
-static void write_exact_grad_p0(Exact *w, int64_t f) {
-    const Chain *a = w->a;
-    int64_t q = w->chosen[f], c = a->states;
-    Row row = row_from(w->messages, f * w->across), p0 = row_from(w->kept, f * w->across);
-    double *out = a->grad_p0 + q * c, weight = a->weight[q], digit;
-    emit_into(w, f, 0);
-    read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, p0);
-    multiply_numbers(w->across, p0, row, w->work);
-    double sum = sum_of(w->across, w->work, &digit);
-    Number size = size_of_weight(weight);
-    Row shared = logs(a) ? w->work : row;
-    for (int64_t j = 0; j < c; j++) {
-        Number share = settled((Number){splat_wide(shared.m[j] / sum), splat_wide(shared.e[j] - digit)});
-        double value = value_of_number(times_number(share, size))[0];
-        int none = p0.m[j] == 0 || shared.m[j] == 0 || sum == 0;
-        out[j] = sum != sum ? sum : none ? 0 : weight < 0 ? -value : value;
-    }
-}
-
-/* Undoes the raising of emissions in a kept linear message: at a last step, no sum has told that they are negligible. */
-static void lower_raised(const Exact *w, int64_t f, int64_t step, Row kept) {
-    int64_t c = w->a->states;
-    const real *x = x_at(w->a, w->set, w->chosen[f], step);
-    real top = -INFINITE;
-    for (int64_t j = 0; j < c; j++) top = x[j] > top ? x[j] : top;
-    for (int64_t j = 0; j < w->across; j += WIDE) {
-        doubles below = read_wide(x + j, 1, c - j, top) - (double)top - (double)LOG_DEEPEST;
-        Number factor = exponential_number(choose(below < 0, below, splat_wide(0)));
-        store_number(kept, j, settled(times_number(load_number(kept, j), factor)));
-    }
-}
-
-/* Posteriors S B / sum S B of a sequence at a step; returns the sum over 2^(512 digit). */
-static double posterior_of_numbers(Exact *w, int64_t f, int64_t step, double *digit) {
-    const Chain *a = w->a;
-    int64_t q = w->chosen[f], at = f * w->across;
-    Row kept = row_from(w->kept, at);
-    real *gradient = gradient_at(a, w->set, q, step);
-    read_row(w, message_at(a, q, step), 1, a->lossy[q] & 1, kept);
-    if (a->following && step + 1 == steps_of(a, q) && !(a->lossy[q] & 1)) lower_raised(w, f, step, kept);
-    multiply_numbers(w->across, kept, row_from(w->messages, at), w->work);
-    double sum = sum_of(w->across, w->work, digit), over = sum == 0 ? 0 : 1 / sum;
-    for (int64_t j = 0; j < w->across; j += WIDE) {
-        doubles share = lowered(load_wide(w->work.m + j), *digit - load_wide(w->work.e + j)) * over;
-        store_wide(w->entered + at + j, share);
-        if (gradient) write_wide(gradient + j, share * a->weight[q], a->states - j);
-    }
-    return sum;
-}
-
-static void walk_numbers_backward(Exact *w) {
-    const Chain *a = w->a;
-    int64_t c = a->states, counts[TOGETHER];
-    int counted = (a->counts || a->grad_bulk) && w->steps > 1;
-    for (int64_t k = 0; k < c * w->across && counted; k++) w->total[k] = 0;
+static void scan_backward(Scan *w) {
+    const Exact *a = w->a;
+    real *counts = a->counts || a->grad_weights ? w->counts.recent : 0;
+    for (int64_t f = 0; f < w->count; f++)
+        if (a->log_norm) fill_gradients(w, w->sequence + f, counts);
+        else fill_backward_logs(w, w->sequence + f);
     for (int64_t step = w->steps - 1; step >= 0; step--) {
-        step_numbers_backward(w, step);
+        for (int64_t f = 0; f < w->count; f++)
+            if (is_active(w->sequence + f, step)) begin_step(w, w->sequence + f, step, counts);
+        if (step + 1 < w->steps) read_matrix(a, &w->matrix, w->sequence->place, step + 1), sum_all(w, step + 1);
+        Mode mode = flush_to_zero(w->ordinary);
         for (int64_t f = 0; f < w->count; f++) {
-            int64_t q = w->chosen[f], steps = steps_of(a, q), at = f * w->across;
-            real *gradient = gradient_at(a, w->set, q, step);
-            double digit, *entered = w->scratch + at;
-            counts[f] = 0;
-            if (step >= steps && gradient && !a->starts) clear(c, gradient);
-            if (step >= steps) continue;
-            for (int64_t j = 0; j < w->across; j++) entered[j] = w->entered[at + j];
-            double sum = posterior_of_numbers(w, f, step, &digit);
-            if (counted && step + 1 < steps && step + 1 <= a->uncounted[q] && sum != 0)
-                counts[f] = find_sources(w, entered, a->weight[q], sum, digit, row_from(w->sums, at), w->states + at);
+            Sequence *s = w->sequence + f;
+            if (!is_active(s, step)) continue;
+            w->counts.steps += s->counting.counts != 0, s->has_nan |= step + 1 < w->steps && w->matrix.has_nan;
+            end_step(w, s, step);
         }
-        if (counted && step + 1 < w->steps) count_transitions(w, step, counts);
+        if (a->one_matrix && w->counts.steps >= COUNTED_TOGETHER) add_recent(&w->counts);
+        if (!a->one_matrix && w->counts.steps) write_counts(a, &w->matrix, w->sequence->place, step + 1, &w->counts);
+        set_mode(mode);
     }
-    for (int64_t f = 0; f < w->count && a->entering && a->leaving; f++)
-        write_leaving_numbers(w, row_from(w->messages, f * w->across), a->leaving + w->chosen[f] * c);
-    for (int64_t f = 0; f < w->count && a->grad_p0; f++) write_exact_grad_p0(w, f);
+    for (int64_t f = 0; f < w->count && a->grad_p0; f++)
+        if (!w->sequence[f].idle) write_p0_gradient(w, w->sequence + f);
+    if (!a->one_matrix || !counts || !w->matrix.of || !ends_weights(w)) return;
+    Mode mode = flush_to_zero(w->ordinary);
+    write_counts(a, &w->matrix, w->sequence->place, 1, &w->counts);
+    set_mode(mode);
 }
 
-/* ------------------------------------------------------------------------------------------------------ sequences */
+/* ------------------------------------------------------------------------------------------------------- sequences */
 
-INLINE int64_t most_together(const Chain *a) { return a->members < TOGETHER ? a->members : TOGETHER; }
-
-static Row take_row(Room *room, int64_t bytes) {
-    Row row = {.m = take(room, bytes)};
-    row.e = take(room, bytes);
-    return row;
+/* Whether what is flushed to zero is negligible: see flush.h. */
+static int have_ordinary_weights(const Exact *a) {
+    double least = __builtin_inf(), most = 0;
+    for (int64_t place = a->first; place < a->last && a->weight; place++) {
+        double weight = a->weight[a->places[place].index], size = weight < 0 ? -weight : weight;
+        if (size > 0 && size < least) least = size;
+        if (size > most) most = size;
+    }
+    return are_ordinary(least, most);
 }
 
-static Exact new_exact(const Chain *a, Room *room) {
-    int64_t c = a->states, across = (c + BLOCK - 1) / BLOCK * BLOCK;
-    int64_t together = most_together(a), matrix = c * across * 8, row = across * 8, rows = together * row;
-    Exact w = {.a = a, .across = across, .chosen = take(room, together * 8)};
-    w.matrix = (Numbers){.c = c, .across = across, .entries = take_row(room, matrix), .plane = take(room, matrix)};
-    w.matrix.enough = take(room, row), w.matrix.first = take(room, across), w.matrix.stop = take(room, across);
-    w.messages = take_row(room, rows), w.sums = take_row(room, rows), w.kept = take_row(room, rows);
-    w.work = take_row(room, row);
-    w.entered = take(room, rows), w.scratch = take(room, rows), w.states = take(room, rows);
-    w.digits = take(room, together * 8), w.shifts = take(room, together * (int64_t)sizeof(Sum));
-    w.total = take(room, matrix);
-    return w;
+/* How far bands reach from a state, in whole vectors. */
+static int64_t reach_of(const Exact *a) {
+    int64_t reach = 0;
+    for (int64_t d = 0; d < a->terms && kind_of(a) == BANDS; d++) {
+        int64_t o = ((const int64_t *)a->pattern)[d];
+        reach = larger_of(reach, o < 0 ? -o : o);
+    }
+    return whole_vectors(reach);
 }
 
-/* Runs `walk` on batches of a thread's lossy sequences: those with a bit of `mask`, 1 forward, 3 forward or backward;
-   for 3 only sequences with gradients. */
-static int64_t recompute(const Chain *a, int mask, void walk(Exact *)) {
-    int64_t together = most_together(a);
+/* Runs `scan` on the sequences of a thread: on those of one matrix of bands or arcs one by one, on others in groups
+   that share the matrix of each step. Returns in how many exponents beyond EXACT matter. */
+static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     Room room = {.begin = a->room};
-    const Exact scratch = new_exact(a, &room);
-    if (!a->room) return room.bytes;
-    for (int64_t place = a->first; place < a->last;) {
-        Exact w = scratch;
-        w.set = place / a->members, w.steps = a->starts ? 0 : a->steps;
-        for (; place < a->last && place / a->members == w.set && w.count < together; place++) {
-            int64_t q = sequence_in(a, place);
-            if (!(a->lossy[q] & mask) || (mask == 3 && !has_gradient(a, q))) continue;
-            w.chosen[w.count++] = q;
-            if (steps_of(a, q) > w.steps) w.steps = steps_of(a, q);
-        }
-        if (w.count) walk(&w);
+    int64_t reach = reach_of(a), together = a->one_matrix ? 1 : a->last - a->first, inexact = 0;
+    if (kind_of(a) == DENSE) together = a->dense->members;
+    int64_t count = larger_of(1, smaller_of(together, TOGETHER)), bytes = (int64_t)sizeof(real);
+    Scan w = {.a = a, .width = whole_vectors(a->states), .next_row = backward ? -a->x_step : a->x_step};
+    w.matrix = new_matrix(a, backward, &room);
+    w.pairs = take(&room, kind_of(a) == ARCS ? w.width * (int64_t)sizeof(Pair) : 0);
+    w.counts.entries = backward ? entries_of(a, &w.matrix) : 0;
+    w.counts.recent = take(&room, w.counts.entries * LANES * bytes);
+    if (a->one_matrix) w.counts.total = take(&room, w.counts.entries * LANES * 8);
+    Sequence sequences[TOGETHER], current[TOGETHER];
+    for (int64_t f = 0; f < count; f++) {
+        Row message = take_row(&room, w.width + 2 * reach), sums = take_row(&room, w.width);
+        Row kept = take_row(&room, kind_of(a) == DENSE ? w.width : 0);
+        real *aligned = take(&room, kind_of(a) == BANDS ? 0 : w.width * bytes);
+        sequences[f] = (Sequence){.message = row_from(message, reach), .sums = sums, .kept = kept, .aligned = aligned};
+        if (!a->room) continue;
+        clear_row(w.width + 2 * reach, message), clear_row(w.width, sums);
+        if (kind_of(a) == DENSE) clear_row(w.width, kept);
     }
-    return 0;
+    if (!a->room) return room.bytes;
+    w.ordinary = have_ordinary_weights(a);
+    clear_counts(&w.counts), w.sequence = current;
+    for (int64_t place = a->first; place < a->last; place += w.count) {
+        const Place *first = a->places + place;
+        w.steps = w.count = 0;
+        while (w.count < count && place + w.count < a->last && share_weights(first + w.count, first)) {
+            current[w.count] = sequences[w.count], current[w.count].place = first + w.count, current[w.count].sum = 1;
+            current[w.count].level = -__builtin_inf();
+            w.steps = larger_of(w.steps, first[w.count++].steps);
+        }
+        scan(&w);
+        for (int64_t f = 0; f < w.count; f++) inexact += current[f].inexact;
+    }
+    return inexact;
 }
 
-/* Forward: values, and kept messages as logarithms. */
-EXPORT int64_t EXPORTED(logchain_redo_forward)(const Chain *a) { return recompute(a, 1, walk_numbers_forward); }
-
-/* Backward: gradients, written or added to those that sequences share. */
-EXPORT int64_t EXPORTED(logchain_redo_backward)(const Chain *a) { return recompute(a, 3, walk_numbers_backward); }
+#if !defined(FLOAT32_OPERANDS)
+/* log Z, and messages where they are kept; gradients from these. Both return in how many sequences exponents beyond
+   EXACT matter. */
+EXPORT int64_t EXPORTED(logchain_exact_forward)(const Exact *a) { return scan_all(a, 0, scan_forward); }
+EXPORT int64_t EXPORTED(logchain_exact_backward)(const Exact *a) { return scan_all(a, 1, scan_backward); }
+EXPORT int64_t EXPORTED(logchain_lanes)(void) { return LANES; }
+#endif

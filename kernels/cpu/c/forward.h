@@ -12,7 +12,7 @@
    time. Their `places` are sorted by length, longest first, so that the active ones are the first `count`. */
 #pragma once
 #include "few.h"
-#include "number.h"
+#include "doubles.h"
 #include "step.h"
 
 enum { GROUP = 48 }; /* rows per product: whole tiles, whose sums stay in the first-level cache until the emission */
@@ -47,17 +47,6 @@ static int64_t lossy_places(const Chain *a) {
     int64_t lossy = 0;
     for (int64_t place = a->first; place < a->last; place++) lossy += a->lossy[sequence_in(a, place)] != 0;
     return lossy;
-}
-
-/* log Z of the stretches before this one. */
-INLINE Sum log_norm_before(const Chain *a, int64_t q) {
-    return a->entering_log_norm ? (Sum){a->entering_log_norm[q], a->entering_error[q]} : (Sum){0, 0};
-}
-
-INLINE void write_log_norm(const Chain *a, int64_t q, Sum log_norm) {
-    double value = value_of(log_norm), lost = (log_norm.sum - value) + log_norm.error;
-    a->log_norm[q] = value;
-    if (a->log_norm_error) a->log_norm_error[q] = lost == lost ? lost : 0;
 }
 
 INLINE real *state_at(const Walk *w, int64_t place, int64_t step) {

@@ -11,7 +11,7 @@
    A thread has the rows from `first` to before `last` of all sets. It holds B of one set, and AT_ONCE rows at a time.
    Weights of so many rows are divided by a power of two near the largest; sums over more rows are doubles. */
 #pragma once
-#include "number.h"
+#include "doubles.h"
 #include "step.h"
 
 enum { AT_ONCE = 48 };

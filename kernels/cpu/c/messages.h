@@ -3,25 +3,10 @@
        log_forward_i = log a_i + scales      a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        log_backward_{i-1} = log b_{i-1} + scales      b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   by the loops of forward.h in float64, and by those of exact.h for lossy sequences, and for all with `ends` or
+   by the loops of forward.h in float64, and by exact scans for lossy sequences, and for all with `ends` or
    `starts`. Backward messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
 #pragma once
-#include "exact.h"
-
-static void walk_messages(Exact *w) {
-    const Chain *a = w->a;
-    walk_numbers_forward(w);
-    for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
-    for (int64_t step = w->steps - 1; step >= 0; step--) {
-        step_numbers_backward(w, step);
-        for (int64_t f = 0; f < w->count; f++) {
-            int64_t q = w->chosen[f];
-            real *out = logarithms_at(a, a->log_backward, w->set, q, step);
-            if (step < steps_of(a, q)) write_log_numbers(w, f, out);
-            else if (!a->starts) fill_impossible(a, out);
-        }
-    }
-}
+#include "backward.h"
 
 /* Forward passes in float64 over the chain and over the reversed one, of sequences that all have v steps: they write
    their log messages, log Z and `lossy`. */
@@ -48,9 +33,6 @@ EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
     return logchain_forward64(&chain);
 }
 
-/* The messages of lossy sequences, in both directions. */
-EXPORT int64_t EXPORTED(logchain_redo_messages)(const Chain *a) { return recompute(a, 1, walk_messages); }
-
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     Chain forward = *a;
     Room room = {.begin = a->room};
@@ -61,14 +43,14 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     if (!a->log_norm) forward.log_norm = log_norm;
     Chain ahead = onward(forward), behind = reversed(forward);
     behind.log_norm = unused, behind.lossy = lossy_backward;
-    if (!a->room) return room.bytes + larger_of(logchain_forward64(&ahead), EXPORTED(logchain_redo_forward)(&forward));
+    if (!a->room) return room.bytes + larger_of(logchain_forward64(&ahead), EXPORTED(logchain_redo_messages)(&forward));
     for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
     if (!a->ends && !a->starts) {
         logchain_forward64(&ahead);
         logchain_forward64(&behind);
         for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
     }
-    recompute(&forward, 1, walk_messages);
+    EXPORTED(logchain_redo_messages)(&forward);
     for (int64_t q = a->first; q < a->last && a->value; q++) a->value[q] = (real)forward.log_norm[q];
     return 0;
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include "vector.h"
 
-#if BITS == 32
+#if BITS == 32 || defined(FLOAT32_OPERANDS)
 enum { TOP = 100, DEEPEST = 108, GUARD = 26 };
 #else
 enum { TOP = 900, DEEPEST = 960, GUARD = 55 };

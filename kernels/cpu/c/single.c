@@ -1,7 +1,5 @@
 /* The loops in float32. */
 #define BITS 32
-#include "arcs_backward.h"
-#include "bands_backward.h"
 #include "call.h"
 #include "fold.h"
 #include "matmul.h"

@@ -10,7 +10,8 @@ static void share_last(const Chain *a) {
         for (int64_t j = 0; j < a->states && out; j += WIDE) {
             doubles logs = splat_wide(-__builtin_inf());
             UNROLL for (int l = 0; l < WIDE; l++) if (j + l < a->states) logs[l] = leaving[j + l];
-            write_wide(out + j, value_of_number(exponential_number(logs)), a->states - j);
+            doubles shares = exponential_of(choose(logs < -708, splat_wide(-708), logs));
+            write_wide(out + j, choose(logs <= -708, splat_wide(0), shares), a->states - j);
         }
     }
 }

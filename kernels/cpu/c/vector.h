@@ -1,6 +1,7 @@
 /* Vectors of `real` by the compiler's vector extension: one source serves AVX-512, AVX2, SSE and NEON.
 
-   BITS is 32 or 64: `real` is float or double, `whole` the integer of its size. */
+   BITS is 32 or 64: `real` is float or double, `whole` the integer of its size. An `operand` of the caller is a `real`,
+   or with FLOAT32_OPERANDS a float, with which a loop in doubles computes. */
 #pragma once
 #include <stdint.h>
 
@@ -8,11 +9,20 @@
 typedef float real;
 typedef int32_t whole;
 typedef uint32_t natural;
-#define EXPORTED(name) name##32
 #else
 typedef double real;
 typedef int64_t whole;
 typedef uint64_t natural;
+#endif
+
+#if defined(FLOAT32_OPERANDS)
+typedef float operand;
+#else
+typedef real operand;
+#endif
+#if defined(FLOAT32_OPERANDS) || BITS == 32
+#define EXPORTED(name) name##32
+#else
 #define EXPORTED(name) name##64
 #endif
 

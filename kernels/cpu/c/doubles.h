@@ -1,7 +1,4 @@
-/* Numbers of unlimited exponent, vectors of them: m 2^(512 e) with a double m from 2^-250 to 2^262 and an integer e,
-   the digit, as a double.
-
-   One double can hold the sum of numbers of two neighbouring digits, and the product of such a sum with a third m. */
+/* Vectors of doubles, whatever `real` is, with exponentials and logarithms. */
 #pragma once
 #include "vector.h"
 
@@ -9,13 +6,6 @@ typedef double doubles __attribute__((vector_size(BYTES)));
 typedef int64_t longs __attribute__((vector_size(BYTES)));
 typedef uint64_t natural_longs __attribute__((vector_size(BYTES)));
 enum { WIDE = BYTES / 8 };
-
-#define DIGIT 0x1p512
-#define LEAST 0x1p-250
-#define BEYOND 0x1p262
-#define NO_DIGIT -0x1p900 /* the digit of 0 */
-#define DIGIT_LN2_HIGH 0x1.62e42feep8
-#define DIGIT_LN2_LOW 0x1.a39ef35793c76p-24
 
 INLINE doubles load_wide(const double *from) { doubles a; __builtin_memcpy(&a, from, sizeof a); return a; }
 INLINE void store_wide(double *to, doubles a) { __builtin_memcpy(to, &a, sizeof a); }
@@ -54,36 +44,13 @@ INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double fi
 WRITE(write_wide, real)
 WRITE(write_float32, float) /* also where `real` is double */
 
-typedef struct { doubles m, e; } Number;
-
-/* The same number with m in range, if it is at most one digit off. */
-INLINE Number settled(Number a) {
-    longs large = a.m >= BEYOND, small = (a.m < LEAST) & (a.m > 0);
-    a.m *= choose(large, splat_wide(1 / DIGIT), choose(small, splat_wide(DIGIT), splat_wide(1)));
-    a.e += choose(large, splat_wide(1), choose(small, splat_wide(-1), splat_wide(0)));
-    a.e = choose(a.m == 0, splat_wide(NO_DIGIT), a.e);
-    return a;
-}
-
-INLINE Number times_number(Number a, Number b) { return (Number){a.m * b.m, a.e + b.e}; }
-
-/* m relative to a digit that is `lower_by` larger: 0 if that is two or more. */
-INLINE doubles lowered(doubles m, doubles lower_by) {
-    return m * choose(lower_by < 0.5, splat_wide(1), choose(lower_by < 1.5, splat_wide(1 / DIGIT), splat_wide(0)));
-}
-
-INLINE Number plus_number(Number a, Number b) {
-    doubles top = choose(a.e > b.e, a.e, b.e);
-    return settled((Number){lowered(a.m, top - a.e) + lowered(b.m, top - b.e), top});
-}
-
 /* The rounding errors of sums a + b; 0 where a sum is not finite. */
 INLINE doubles rounding_errors(doubles a, doubles b, doubles sum) {
     doubles back = sum - a, error = (a - (sum - back)) + (b - back);
     return choose(error == error, error, splat_wide(0));
 }
 
-/* exp(a) for a from -178 to 178. */
+/* exp(a) for a from -708 to 708. */
 INLINE doubles exponential_of(doubles a) {
     doubles rounded = a * 1.4426950408889634 + 0x1.8p52, k = rounded - 0x1.8p52;
     doubles r = (a - k * 0x1.62e42feep-1) - k * 0x1.a39ef35793c76p-33;
@@ -92,18 +59,6 @@ INLINE doubles exponential_of(doubles a) {
     q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
     q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
     return (doubles)((longs)((q * r) * r + r + 1) + ((longs)rounded << 52));
-}
-
-/* exp(a), 0 for -inf. */
-INLINE Number exponential_number(doubles a) {
-    longs none = a == -__builtin_inf();
-    doubles b = choose(none, splat_wide(0), a), e = (b * (1.4426950408889634 / 512) + 0x1.8p52) - 0x1.8p52;
-    e = choose((b > 1e15) | (b < -1e15), b * (1.4426950408889634 / 512), e); /* too large for the rounding trick */
-    doubles r = (b - e * DIGIT_LN2_HIGH) - e * DIGIT_LN2_LOW;
-    doubles m = exponential_of(choose(r > 178, splat_wide(178), choose(r < -178, splat_wide(-178), r)));
-    longs number = a < __builtin_inf(); /* infinite and NaN stay what they are */
-    m = choose(number, choose(none, splat_wide(0), m), a);
-    return settled((Number){m, choose(number, e, splat_wide(0))});
 }
 
 /* Natural logarithms of m 2^-less, within 2 units in the last place, for normal m; some finite value for 0.
@@ -123,13 +78,4 @@ INLINE doubles finite_logarithm_of(doubles m, double less) {
 /* Natural logarithms of m 2^-less; -inf for 0. */
 INLINE doubles logarithm_of(doubles m, double less) {
     return choose(m > 0, finite_logarithm_of(m, less), choose(m == 0, splat_wide(-__builtin_inf()), m));
-}
-
-/* m 2^(512 e) as a double, for m in range or a product of two such m. One digit at a time: the number may be a double
-   where 2^(512 e) is not. */
-INLINE doubles value_of_number(Number a) {
-    doubles m = a.m * choose(a.e > 0.5, splat_wide(DIGIT), choose(a.e < -0.5, splat_wide(1 / DIGIT), splat_wide(1)));
-    m *= choose(a.e > 1.5, splat_wide(DIGIT), choose(a.e < -1.5, splat_wide(1 / DIGIT), splat_wide(1)));
-    m *= choose(a.e > 2.5, splat_wide(DIGIT), choose(a.e < -2.5, splat_wide(1 / DIGIT), splat_wide(1)));
-    return choose(a.e < -3.5, splat_wide(0), m);
 }

@@ -1,0 +1,3 @@
+/* Exact scans in float64. */
+#define BITS 64
+#include "recompute.h"

@@ -1,0 +1,4 @@
+/* Exact scans in float64 of dense chains in float32. */
+#define BITS 64
+#define FLOAT32_OPERANDS
+#include "recompute.h"

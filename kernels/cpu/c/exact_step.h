@@ -1,0 +1,176 @@
+/* Exact scans over chains, whatever their matrices are (entries.h), in split numbers (split.h):
+
+       S_0 = p0 E_0        S_i = S_{i-1} P_i E_i        E_i = exp x_i        log Z = log sum S_{v-1}
+
+       B_{v-1} = 1 or exp(following)        T_i = B_i E_i        B_{i-1} = P_i T_i
+
+       posterior_i = S_i B_i / Z        d/dP_i = S_{i-1} T_i / Z        d/dp0 = T_0 / Z        each times a weight
+
+   A row's exponents count from a double beside it, `taken`, to which the largest exponent of each row is added one step
+   later. Where bands or arcs are counted while they are summed, Z is the sum of S B of the step that was summed before;
+   of dense matrices, whose messages are kept without their scale, it is that of the step itself. */
+#pragma once
+#include "flush.h"
+#include "sums_arcs.h"
+#include "sums_bands.h"
+#include "sums_dense.h"
+
+/* Steps whose counts are added up in `real`; steps until rows are aligned again; sequences that share a step. */
+enum { COUNTED_TOGETHER = 256, PATIENCE = 15, TOGETHER = 32 };
+
+/* By which a sum may exceed its largest term. */
+enum { BITS_OF_TERMS = 8 };
+
+/* What is known of one of the sequences that take a step together. */
+typedef struct {
+    const Place *place;
+    Row message, sums;    /* S or T, with zeros on both sides as far as bands reach; U or B (width) */
+    Row kept;             /* S of a step, as it was kept; in scratch (width) of dense chains */
+    real *aligned;        /* the message, see align */
+    Factor factor;
+    Counting counting;
+    Sum shift;            /* what potentials were taken relative to; of dense chains log Z before */
+    double taken, whole;  /* the exponent that the message lacks; that of Z */
+    double sum;           /* Z over 2^whole */
+    real top;             /* the largest exponent of the message */
+    double level;         /* how far below the largest state those are, at least, whose exponents were beyond EXACT */
+    int has_nan, inexact; /* an operand is no number; exponents beyond EXACT matter */
+    int idle, waits;      /* there is nothing to compute; steps until rows are aligned again */
+} Sequence;
+
+typedef struct {
+    const Exact *a;
+    int64_t width;          /* of rows: whole vectors */
+    int64_t next_row;       /* from a row of x to the one that is read next */
+    int64_t count, steps;   /* of sequences; of the longest */
+    int ordinary;           /* weights of sequences are: see flush.h */
+    Matrix matrix;
+    Pair *pairs;            /* (width): scratch for arcs */
+    Counts counts;
+    Sequence *sequence;
+} Scan;
+
+/* Exponents of the largest number of a new message, relative to that of the last, and of the largest emission; whether
+   a number is so small that its exponent is not exact. */
+typedef struct { real top, most; int low; } Emitted;
+
+INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
+    if (kind_of(a) == DENSE) return x_at(a->dense, place->index / a->dense->members, place->index, step);
+    return a->x + place->x + step * a->x_step;
+}
+INLINE int64_t row_at(const Exact *a, const Place *place, int64_t step) { return place->index * a->steps + step; }
+INLINE Row kept_row(const Scan *w, const Place *place, int64_t step) {
+    int64_t at = row_at(w->a, place, step) * w->width;
+    return w->a->mantissas ? (Row){w->a->mantissas + at, w->a->exponents + at} : (Row){0, 0};
+}
+INLINE int is_active(const Sequence *s, int64_t step) { return step < s->place->steps && !s->idle; }
+
+/* U from S into a step, or B from T out of it, of the sequences that have it. Rows are aligned unless many blocks of
+   the last one needed exponents of their own. */
+static void sum_all(Scan *w, int64_t step) {
+    Matrix *m = &w->matrix;
+    Factor *factors[TOGETHER], *others[TOGETHER];
+    int64_t count = 0, apart = 0;
+    for (int64_t f = 0; f < w->count; f++) {
+        Sequence *s = w->sequence + f;
+        int counts = s->counting.counts && kind_of(w->a) != DENSE;
+        if (!is_active(s, step)) continue;
+        s->factor = (Factor){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
+        if (m->is_near && s->waits-- <= 0)
+            s->factor.e = align(w->width, s->message, s->top, s->aligned), s->factor.aligned = s->aligned;
+        if (s->factor.aligned) factors[count++] = &s->factor;
+        else others[apart++] = &s->factor;
+    }
+    for (int64_t f = 0; f < apart; f++) factors[count++] = others[f];
+    Mode mode = flush_to_zero(w->ordinary); /* of counts: operands and sums are normal */
+    if (kind_of(w->a) == DENSE) sum_dense(m, count, factors);
+    for (int64_t f = 0; f < count && kind_of(w->a) == BANDS; f++) sum_bands(m, factors[f]);
+    for (int64_t f = 0; f < count && kind_of(w->a) == ARCS; f++) sum_arcs(m, w->width, factors[f], w->pairs);
+    set_mode(mode);
+    for (int64_t f = 0; f < w->count; f++) {
+        Sequence *s = w->sequence + f;
+        if (is_active(s, step) && s->factor.aligned) s->waits = 4 * s->factor.failed > m->blocks ? PATIENCE : 0;
+    }
+}
+
+/* p0 as a row; whether some entry is no weight. */
+static int read_p0(const Exact *a, const Place *place, Row to) {
+    int logs = (int)a->logarithms;
+    wholes bad = {0};
+    for (int64_t j = 0; j < a->states; j += LANES) {
+        reals p = read_some(a->p0 + place->p0 + j * a->p0_state, a->p0_state, a->states - j, logs ? -INFINITE : 0);
+        bad |= is_no_weight(p, logs);
+        store_split(to, j, weight_split(p, logs));
+    }
+    return any(bad);
+}
+
+/* A message from sums and x - less; `far`: some x is beyond NEAR. Returns the lanes with such an x, or with NaN. */
+INLINE wholes emit_by(const int far, Scan *w, Sequence *s, const operand *x, real less, Row kept, Emitted *found) {
+    wholes strange = {0}, low = {0};
+    reals top = splat(-INFINITE), most = splat(-INFINITE);
+    for (int64_t j = 0; j < w->a->states; j += LANES) {
+        reals a = read_some(x + j, 1, w->a->states - j, -INFINITE) - less;
+        __builtin_prefetch(x + w->next_row + j);
+        Split u = load_split(s->sums, j), e = exponential_split(a, far), b = settled(u.m * e.m, (u.e + e.e) - s->top);
+        strange |= is_far(a) | (a != a), low |= (b.e < (real)-EXACT) & (b.e > -INFINITE);
+        top = larger(b.e, top), most = larger(where(a > -INFINITE, e.e, a), most);
+        store_split(s->message, j, b);
+        if (kept.m) store_split(kept, j, b);
+    }
+    *found = (Emitted){largest(top), largest(most), any(low)};
+    return strange;
+}
+
+/* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. */
+INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
+    const operand *x = x_row(w->a, s->place, step);
+    Emitted found;
+    real less = -INFINITE;
+    if (any(emit_by(0, w, s, x, 0, kept, &found))) {
+        for (int64_t j = 0; j < w->a->states; j++)
+            s->has_nan |= !(x[j] < INFINITE), less = (real)x[j] > less ? (real)x[j] : less;
+        if (less < NEAR && less > -NEAR) less = 0;
+        emit_by(1, w, s, x, less, kept, &found), add(&s->shift, (double)less);
+    }
+    s->taken += (double)s->top, s->top = found.top > -INFINITE ? found.top : 0;
+    s->level += (double)found.most + (double)w->matrix.top + BITS_OF_TERMS - (double)s->top;
+    if (found.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
+    s->inexact |= s->level > -BITS || s->top > (real)EXACT;
+}
+
+/* ------------------------------------------------------------------------------------------------------ posteriors */
+
+/* The largest exponent of S B. */
+static real top_of_products(const Scan *w, const Sequence *s) {
+    reals top = splat(-INFINITE);
+    for (int64_t j = 0; j < w->width; j += LANES) {
+        Split b = load_split(s->sums, j);
+        top = larger(settled(b.m, b.e).e + load(s->kept.e + j), top);
+    }
+    return largest(top) > -INFINITE ? largest(top) : 0;
+}
+
+/* Posteriors of a step from S and the sums B; returns the sum of S B over 2^whole. */
+static double write_posteriors(const Scan *w, const Sequence *s, operand *out) {
+    reals sum = {0};
+    for (int64_t j = 0; j < w->a->states; j += LANES) {
+        Split forward = load_split(s->kept, j), b = load_split(s->sums, j);
+        __builtin_prefetch(s->kept.m + j - w->width), __builtin_prefetch(s->kept.e + j - w->width);
+        b = settled(b.m, b.e);
+        reals both = forward.m * b.m * bounded_power((forward.e + b.e) + s->counting.shift);
+        sum += both;
+        if (out) write_some(out + j, both * s->counting.share, w->a->states - j);
+    }
+    return (double)total(sum);
+}
+
+INLINE double weight_of(const Exact *a, const Sequence *s) { return a->weight ? a->weight[s->place->index] : 1; }
+
+/* Posteriors of a step, where Z is not known from another one. */
+static void find_posteriors(const Scan *w, Sequence *s, operand *out) {
+    real top = top_of_products(w, s);
+    s->whole += (double)(s->counting.shift + top), s->counting.shift = -top;
+    s->sum = write_posteriors(w, s, 0), s->counting.share = s->sum > 0 ? (real)(weight_of(w->a, s) / s->sum) : 0;
+    if (out) write_posteriors(w, s, out);
+}
