@@ -1,65 +1,78 @@
-"""Chains whose matrices are products of factors, as `kernels.plain.products`, with the step between products in C."""
+"""Chains whose matrices are products of factors, as `kernels.plain.products`, with the steps between products in C."""
 
 import ctypes
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from ..chain import WORTH_A_THREAD
 from ..plain import products, scaled
-from ..plain.products import backward
-from ..structured import Structured, Walk, places
+from ..structured import places
 from . import team
-from .arguments import Pointing, fields, function
-
-__all__ = ["backward", "forward"]
+from .arguments import Pointing, copies, fields, function, shared
 
 
 class Arguments(ctypes.Structure):
     """`Weigh` of c/weigh.h, field by field."""
 
     _fields_ = [
-        *fields("first last step rows states *sums blocks *x *x_at x_step *ends"),
+        *fields("first last shares step count rows states slots sets blocks before *sums *x *x_at x_step *ends"),
         *((name, ctypes.c_double) for name in ("limit", "floor")),
-        *fields("spread *state *tops *factors *flagged *rough *scratch"),
+        *fields("spread *state *tops *factors *flagged *live *weight *inverse"),
+        *((name, ctypes.c_double) for name in ("scale", "least")),
+        *fields("*source *grad *grad_at"),
     ]
 
 
-class Weigh(scaled.Weigh, Pointing):
-    """`kernels.plain.scaled.Weigh` in C."""
+class Steps(scaled.Steps, Pointing):
+    """`kernels.plain.scaled.Steps` in C, on several threads."""
 
-    by_blocks = True
-
-    def __init__(self, scan: scaled.Scan) -> None:
-        super().__init__(scan)
-        chain, c = scan.chain, scan.chain.c
+    def __init__(self, scan: scaled.Scan, state: Tensor) -> None:
+        super().__init__(scan, state)
+        chain, n, c = scan.chain, scan.n, scan.chain.c
         x = chain.x.to(chain.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
-        self.arguments, self._held = Arguments(rows=scan.n, states=c, x_step=x.stride(-2), spread=self.spread), {}
-        self.arguments.floor = self.floor
-        self.point(x=x, x_at=places(x, chain.batch)[scan.order].contiguous(), flagged=scan.flagged)
-        self.point(ends=None if scan.ends is None else scan.ends.contiguous())
-        self._threads = max(1, min(torch.get_num_threads(), scan.n, 16 * scan.n * c // WORTH_A_THREAD))
-        self._scratch, self._function = scan.new(self._threads, c), function("weigh", chain.dtype)
+        self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), sets=scan.sets.g), {}
+        for name in ("floor", "spread", "scale", "least"):
+            setattr(self.arguments, name, getattr(self, name))
+        self.point(x=x, x_at=places(x, chain.batch)[scan.order].contiguous(), state=state, ends=scan.ends)
+        self.point(tops=scan.tops, factors=scan.factors, flagged=scan.flagged, inverse=scan.inverse)
+        self.point(grad_at=scan.order * (chain.v * c))
+        if hasattr(scan, "live"):
+            self.point(live=scan.live, weight=scan.weight)
+        spans = shared(n, 16 * n * c)
+        self.arguments.x_step, self.arguments.shares = x.stride(-2), len(spans)
+        self._calls = copies(self.arguments, [(share, share + 1) for share in range(len(spans))])
 
-    def __call__(self, step: int, sums: Tensor, blocks: int, limit: float, out: Tensor) -> None:
-        """As `kernels.plain.scaled.Weigh`, on several threads."""
-        a, scan, count = self.arguments, self.scan, self._threads
-        a.step, a.blocks, a.limit, a.sums, a.state = step, blocks, limit, sums.data_ptr(), out.data_ptr()
-        a.tops, a.factors, a.rough = (table[step].data_ptr() for table in (scan.tops, scan.factors, scan.rough))
-        copies = (Arguments * count)(*[a] * count)
-        for i, share in enumerate(copies):
-            share.first, share.last, share.scratch = (
-                scan.n * i // count,
-                scan.n * (i + 1) // count,
-                self._scratch[i].data_ptr(),
+    def forward(self, step: int, count: int, sums: Tensor, blocks: int, limit: float) -> None:
+        """As `kernels.plain.scaled.Steps.forward`."""
+        for a in self._calls:
+            a.step, a.count, a.sums, a.blocks, a.limit = step, count, sums.data_ptr(), blocks, limit
+        self._call("weigh")
+
+    def backward(
+        self, step: int, count: int, sums: Tensor, before: int, blocks: int, source: Tensor, grad_x: Tensor | None
+    ) -> None:
+        """As `kernels.plain.scaled.Steps.backward`."""
+        grad, memory, to = None if grad_x is None else grad_x.data_ptr(), sums.data_ptr(), source.data_ptr()
+        for a in self._calls:
+            a.step, a.count, a.sums, a.before, a.blocks, a.source, a.grad = (
+                step,
+                count,
+                memory,
+                before,
+                blocks,
+                to,
+                grad,
             )
-        if count == 1:
-            self._function(copies)
+        self._call("source")
+
+    def _call(self, name: str) -> None:
+        loop = function(name, self.scan.chain.dtype)
+        if len(self._calls) == 1:
+            loop(self._calls)
         else:
-            team.calls(self._function, copies)
+            team.calls(loop, self._calls)
 
 
-def forward(chain: Structured, keep: bool) -> Walk:
-    """The log-partitions, and what `backward` reads."""
-    return products.forward(chain, keep, Weigh)
+forward = partial(products.forward, steps_of=Steps)
+backward = partial(products.backward, steps_of=Steps)

@@ -1,6 +1,7 @@
 """Chains whose matrices are products of factors: log-partitions and gradients, see `scaled` for the formulas.
 
-Flagged sequences are recomputed in logarithms, forward and backward.
+Flagged sequences are recomputed in logarithms, forward and backward. So are all of a GPU, where no flag is read on the
+host, and those of factors whose rows would have to be permuted.
 """
 
 import math
@@ -9,22 +10,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import on_gpu
 from ..structured import Gradients, Structured, Walk, gradient_of_p0
 from . import log_products, scaled
-from .factors import DEEPEST
-from .links import Products, add_counts
-from .scaled import Scan, Weigh
+from .links import add_counts, links, multiply, operand
+from .scaled import Scan, Steps
 
-# rows of products of which counts are made, in at most so many steps; and how many of these are summed in the dtype
-_ROWS, _STEPS, _ADDED = 128, 16, 16
+# rows of products of which counts are made, without and with blocks, in at most so many steps; and how many of these
+# are summed in the dtype
+_ROWS, _STEPS, _ADDED = (128, 32), 16, 16
 
 
-def forward(chain: Structured, keep: bool, weigh: Callable[[Scan], Weigh] = Weigh) -> Walk:
+def _scan(chain: Structured) -> Scan | None:
+    chain_links = None if on_gpu(chain.x) else links(chain.pattern, chain.parameters)
+    return None if chain_links is None else Scan(chain, chain_links)
+
+
+def forward(chain: Structured, keep: bool, steps_of: Callable[[Scan, Tensor], Steps] = Steps) -> Walk:
     """The log-partitions, and what `backward` reads: S, tables, logarithms of recomputed sequences, middles."""
-    scan = Scan.of(chain)
+    scan = _scan(chain)
     if scan is None:
         return log_products.forward(chain, keep)
-    log_norm, state, middles = scaled.run(scan, keep, weigh(scan))
+    log_norm, state, middles = scaled.run(scan, keep, steps_of)
     chosen = scan.order[scan.flagged]
     logs = state.new_empty((chain.v, len(chosen), chain.c if keep else 0), dtype=torch.float64)
     if len(chosen):
@@ -33,19 +40,27 @@ def forward(chain: Structured, keep: bool, weigh: Callable[[Scan], Weigh] = Weig
         walk = log_products.forward(_selected(chain, chosen), keep)
         log_norm[scan.flagged] = walk.log_norm
         logs = walk.kept[0].view(logs.shape) if keep else logs
-    tensors = (state, scan.tops, scan.factors, scan.rough, logs, *middles) if keep else ()
-    return Walk(scan.in_batch(log_norm).contiguous(), tensors, scan.in_batch(scan.flagged).contiguous())
+    tensors = (state, scan.tops, scan.factors, logs, *middles) if keep else ()
+    return Walk(scan.in_batch(log_norm), tensors, scan.in_batch(scan.flagged))
 
 
-def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+def backward(
+    chain: Structured,
+    walk: Walk,
+    weight: Tensor,
+    needs: tuple[bool, bool, bool],
+    steps_of: Callable[[Scan, Tensor], Steps] = Steps,
+) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `Gradients`."""
-    scan = Scan.of(chain)
+    scan = _scan(chain)
     if scan is None:
         return log_products.backward(chain, walk, weight, needs)
-    state, scan.tops, scan.factors, scan.rough, logs, *middles = walk.kept
+    state, scan.tops, scan.factors, logs, *middles = walk.kept
     weight, log_norm, scan.flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.redone))
     alive = (weight != 0) & (log_norm != -math.inf)
-    gradients = _Backward(scan, state, middles, weight, alive & ~scan.flagged, needs).run()
+    scan.live = alive & ~scan.flagged
+    scan.weight = weight.masked_fill(~scan.live, 0.0)
+    gradients = _backward(scan, state, middles, needs, steps_of(scan, state))
     which = alive & scan.flagged
     chosen = scan.order[which]
     if len(chosen):
@@ -55,127 +70,83 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     return gradients
 
 
-class _Backward:
-    """The backward scan of live rows."""
+def _backward(
+    scan: Scan, state: Tensor, middles: list[Tensor], needs: tuple[bool, bool, bool], steps: Steps
+) -> Gradients:
+    """The gradients of live rows."""
+    chain, n, c, active, sets = scan.chain, scan.n, scan.chain.c, scan.active, scan.sets.g
+    back_links, blocks = tuple(link.transposed for link in reversed(scan.links)), scan.links[0].blocks or 1
+    together = min(_STEPS, _ROWS[blocks > 1] // max(1, n)) if scan.prepared.one_step and sets == 1 and needs[1] else 1
+    missing = needs[1] and not middles
+    sizes = [c, *(link.size for link in back_links[:-1]), *(link.size for link in scan.links[:-1] if missing)]
+    memories, b = [scan.new(max(1, together) * n * size) for size in sizes], scan.new(n, c)
+    grad_x = scan.new(n, chain.v, c) if needs[0] else None
+    if grad_x is not None and sum(active) < n * chain.v:
+        grad_x.zero_()
+    counts = _Counts(scan) if needs[1] else None
+    before, last = 0, len(active) - 1
+    while last > 0:  # steps from first to last, whose counts are made together
+        count, first = active[last], last
+        while first > 1 and last - first + 1 < together and active[first - 1] == count:
+            first -= 1
+        length = last - first + 1
+        views = [tensor[: length * count * size].view(length, -1) for tensor, size in zip(memories, sizes, strict=True)]
+        sources, following, between = views[0], views[1 : len(back_links)], views[len(back_links) :]
+        for slot in range(length - 1, -1, -1):
+            step, source = first + slot, sources[slot].view(count, c)
+            steps.backward(step, count, b, before, blocks, source, grad_x)
+            before, (matrices, diagonal) = count, scan.prepared.at(step)
+            transposed = [matrix.mT for matrix in reversed(matrices)]
+            multiply(back_links, source, transposed, [rows[slot] for rows in following], b, sets)
+            scan.add_diagonal(b, source, diagonal)
+            if missing:
+                multiply(scan.links, state[step - 1, :count], matrices, [rows[slot] for rows in between], None, sets)
+        if counts is not None:
+            places = slice(first - 1, last)
+            for rows, link in zip(middles, scan.links, strict=False):
+                between.append(rows[places, : count * link.size])
+            counts.add(first, [state[places, :count], *between], [*following[::-1], sources])
+        last = first - 1
+    source = memories[0][: n * c].view(n, c)
+    if active:
+        steps.backward(0, n, b, before, blocks, source, grad_x)
+    first_counts = (source.double() * (scan.inverse * scan.weight)[:, None]).masked_fill_(source == 0, 0.0)
+    return Gradients(
+        None if grad_x is None else grad_x.view(*chain.batch, chain.v, c),
+        None if counts is None else counts.gradients(),
+        gradient_of_p0(chain, scan.in_batch(first_counts)) if needs[2] else None,
+    )
 
-    def __init__(
-        self,
-        scan: Scan,
-        state: Tensor,
-        middles: list[Tensor],
-        weight: Tensor,
-        live: Tensor,
-        needs: tuple[bool, bool, bool],
-    ) -> None:
-        chain, n, dtype = scan.chain, scan.n, scan.chain.dtype
-        self.scan, self.state, self.middles, self.live, self.needs = scan, state, middles, live, needs
-        self.weight, self.last = weight.masked_fill(~live, 0.0), max(scan.last_steps) - 1
-        self.complete = scan.ends is None and bool(live.all())
-        together = scan.factors_of.one_step and scan.sets.g == 1 and needs[1]
-        self.together = max(1, min(_STEPS, _ROWS // n, self.last)) if together else 1
-        self.sources = scan.new(self.together, n, chain.c)
-        self.following = [scan.new(self.together, n, link.size) for link in scan.back_links[:-1]]
-        missing = needs[1] and not middles
-        self.recomputed = [scan.new(self.together, n, link.size) for link in scan.links[:-1] if missing]
-        self.forward = Products(scan.links, n, self.sources)
-        values = scan.factors_of.values
+
+class _Counts:
+    """Sums over rows of products of what enters and what leaves each factor."""
+
+    def __init__(self, scan: Scan) -> None:
+        self.scan, values, dtype = scan, scan.prepared.values, scan.chain.dtype
         self.sums = [tensor.new_zeros(tensor.shape[1:], dtype=dtype) for tensor in values]
         self.totals = [torch.zeros_like(tensor, dtype=torch.float64 if len(tensor) < 2 else dtype) for tensor in values]
-        self.factor, shares = _factored(self.weight)
-        self.shares = None if shares is None else shares.to(dtype)[:, None].repeat(self.together, 1)
-        narrow = max(min(k.entering, k.leaving) * k.size // k.leaving for k in scan.links)
-        self.scratch = scan.new(0 if shares is None else len(shares) * self.together * narrow)
-        self.added = 0
-        self.rough = scan.rough.any(-1).tolist()
-        # where weights over 2^spare may be denormal
-        self.tiny = bool(((self.weight != 0) & (self.weight.abs() < 2.0**-30)).any())
+        self.factor, shares = _factored(scan.weight)
+        self.shares, self.added = None if shares is None else shares.to(dtype), 0
 
-    def run(self) -> Gradients:
-        """The gradients."""
-        scan, chain, weights = self.scan, self.scan.chain, self.scan.factors_of
-        back, b, posterior = Products(scan.back_links, scan.n, self.sources), *scan.new(2, scan.n, chain.c)
-        grad_x = scan.new(*chain.batch, chain.v, chain.c) if self.needs[0] else None
-        if grad_x is not None:
-            grad_x[..., self.last + 1 :, :] = 0.0
-        first = last = self.last
-        for step in range(self.last, -1, -1):
-            inverse = self._meet(step, b, posterior)
-            if grad_x is not None:
-                factor = self.weight if self.tiny else inverse * self.weight
-                factor = factor[:, None].to(chain.dtype)
-                scaled = posterior * inverse[:, None].to(chain.dtype) if self.tiny else posterior
-                torch.mul(scan.in_batch(scaled), scan.in_batch(factor), out=grad_x[..., step, :])
-            if step == 0:
-                break
-            if step == last:
-                first = max(1, last - self.together + 1)
-            slot = step - first
-            source, following = self.sources[slot], [tensor[slot] for tensor in self.following]
-            self._source(step, b, inverse, posterior, source)
-            matrices, diagonal = weights.at(step)
-            back.run(source, [tensor.mT for tensor in matrices[::-1]], following, b)
-            scan.add_diagonal(b, source, diagonal)
-            if self.needs[1]:
-                if self.recomputed:
-                    self.forward.between(self.state[step - 1], matrices, [tensor[slot] for tensor in self.recomputed])
-                if step == first:
-                    self._count(first, last)
-            last = step - 1 if step == first else last
-        counts = (posterior.double() * (inverse * self.weight)[:, None]).masked_fill_(posterior == 0, 0.0)
-        return Gradients(
-            grad_x,
-            self._parameters() if self.needs[1] else None,
-            gradient_of_p0(chain, scan.in_batch(counts).contiguous()) if self.needs[2] else None,
-        )
-
-    def _meet(self, step: int, b: Tensor, posterior: Tensor) -> Tensor:
-        """Write S B, which is 0 in rows that are not live here, and 1 / its sum (n), float64, or 0."""
-        scan = self.scan
-        if step + 1 in scan.last_steps:  # so that the sum below is 2^spare, as in all steps
-            initial = (2.0**scan.factors_of.spare / self.state[step].sum(-1, keepdim=True).double()).to(b.dtype)
-            b.copy_(initial if scan.ends is None else torch.where((scan.ends == step + 1)[:, None], initial, b))
-        inside = self.live if scan.ends is None else self.live & (scan.ends > step)
-        if not self.complete:
-            b.masked_fill_(~inside[:, None], 0.0)
-        torch.mul(self.state[step], b, out=posterior)
-        total = posterior.sum(-1).double()
-        return total.reciprocal_().masked_fill_(~inside, 0.0)
-
-    def _source(self, step: int, b: Tensor, inverse: Tensor, scratch: Tensor, out: Tensor) -> None:
-        """Write T of a step."""
-        scan, dtype = self.scan, self.scan.chain.dtype
-        torch.sub(scan.x(step), scan.tops[step][:, None], out=out)
-        if self.rough[step]:
-            out.clamp_(min=-DEEPEST[dtype] * math.log(2.0))
-        out.exp_().mul_(b)
-        if self.rough[step]:  # no weight where no path leads
-            out.mul_(torch.sign(self.state[step], out=scratch))
-        out.mul_((inverse * scan.factors[step] * 2.0**scan.factors_of.spare).to(dtype)[:, None])
-        if not self.complete:
-            out.masked_fill_((inverse == 0)[:, None], 0.0)
-        torch.threshold_(out, scan.factors_of.least_source, 0.0)
-
-    def _count(self, first: int, last: int) -> None:
-        """Add the counts of the transitions into steps from `first` to `last`."""
-        count = last - first + 1
-        between = [tensor[first - 1 : last] for tensor in self.middles] or [
-            tensor[:count] for tensor in self.recomputed
-        ]
-        entering = [tensor.flatten(0, 1) for tensor in (self.state[first - 1 : last], *between)]
-        leaving = [tensor[:count].flatten(0, 1) for tensor in (*self.following[::-1], self.sources)]
-        shares = None if self.shares is None else self.shares[: count * self.scan.n]
-        self.added += 1
-        stages = zip(self.scan.links, self.scan.chain.pattern.stages, entering, leaving, self.sums, strict=False)
+    def add(self, first: int, entering: list[Tensor], leaving: list[Tensor]) -> None:
+        """Add those of the steps from `first` on, of what enters and leaves each factor (steps, rows and states)."""
+        scan, sets, length = self.scan, self.scan.sets.g, len(leaving[-1])
+        count, self.added = leaving[-1][0].numel() // scan.chain.c, self.added + 1
+        shares = None if self.shares is None else self.shares[:count].repeat(length)
+        stages = zip(scan.links, scan.chain.pattern.stages, entering, leaving, self.sums, strict=False)
         for place, (link, stage, front, following, sums) in enumerate(stages):
+            front = operand(link, front, sets, length, place > 0)
+            following = operand(link.transposed, following, sets, length, place + 1 < len(scan.links))
             if shares is not None:
-                narrow = front if link.entering <= link.leaving else following
-                scaled = torch.mul(narrow, shares, out=self.scratch[: narrow.numel()].view(narrow.shape))
-                front, following = (scaled, following) if narrow is front else (front, scaled)
+                weights = shares.view(sets, 1, -1, 1) if link.blocks else shares[:, None]
+                narrow = link.entering <= link.leaving
+                front, following = (front * weights, following) if narrow else (front, following * weights)
             add_counts(link, stage.transposed, front, following, sums)
             self._flush(place, first, self.added % _ADDED == 0)
-        if self.scan.chain.pattern.diagonal:
-            terms = entering[0] * leaving[-1] if shares is None else entering[0] * leaving[-1] * shares
-            self.sums[-1] += terms.view(len(self.sums[-1]), -1, terms.shape[1]).sum(1)
+        if scan.chain.pattern.diagonal:
+            terms = entering[0].reshape(len(self.sums[-1]), -1, scan.chain.c)
+            terms = terms * leaving[-1].view(terms.shape)
+            self.sums[-1] += (terms if shares is None else terms * shares.view(len(terms), -1, 1)).sum(1)
             self._flush(len(self.sums) - 1, first, True)
 
     def _flush(self, place: int, step: int, add: bool) -> None:
@@ -189,16 +160,16 @@ class _Backward:
             sums.zero_()
 
     def _finished(self, place: int, step: int, counts: Tensor) -> Tensor:
-        factor = self.factor * 2.0**-self.scan.factors_of.spare
-        return self.scan.factors_of.gradient(place, step, counts, factor)
+        return self.scan.prepared.gradient(place, step, counts, self.factor * 2.0**-self.scan.prepared.spare)
 
-    def _parameters(self) -> tuple[Tensor, ...]:
-        scan, gradients = self.scan, []
-        for place, (total, operand) in enumerate(zip(self.totals, scan.chain.parameters, strict=True)):
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The gradients of the parameters."""
+        gradients = []
+        for place, (total, parameter) in enumerate(zip(self.totals, self.scan.chain.parameters, strict=True)):
             if len(total) == 1:
                 total[0] += self.sums[place]
                 total[0] = self._finished(place, 1, total[0])
-            gradients.append(scan.sets.as_parameter(total, operand.shape).to(scan.chain.dtype))
+            gradients.append(self.scan.sets.as_parameter(total, parameter.shape).to(self.scan.chain.dtype))
         return tuple(gradients)
 
 
@@ -253,5 +224,5 @@ def _add(chain: Structured, gradients: Gradients, more: Gradients, chosen: Tenso
 
     add(gradients.x, more.x, gradients.x if gradients.x is not None else chain.x)
     add(gradients.p0, more.p0, chain.p0)
-    for total, part, operand in zip(gradients.parameters or (), more.parameters or (), chain.parameters, strict=False):
-        add(total, part, operand)
+    for total, part, like in zip(gradients.parameters or (), more.parameters or (), chain.parameters, strict=False):
+        add(total, part, like)

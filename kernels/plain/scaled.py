@@ -10,18 +10,17 @@ its digits is recomputed in logarithms. Backward, with B = 1 at the end:
 """
 
 import math
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .. import in_large_pages, on_gpu
+from .. import in_large_pages
 from ..numbers import exact_sum
 from ..sets import Sets
-from ..stages import transposed
 from ..structured import Structured
 from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves
-from .links import Link, Products, links
+from .links import Link, multiply
 
 # log 2 as two numbers; products of the first with exponents are exact
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
@@ -30,36 +29,35 @@ _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef
 class Scan:
     """The sequences of a chain as n rows, and what a forward and a backward scan share.
 
+    Rows are in the order of sets; those of a single set in that of their lengths, the longest first.
+
     Attributes:
         order: the sequence of each row (n), as an index of the flattened batch.
-        ends: the number of steps of each row (n), or None.
-        tops, factors, rough: (v, n), max x and f of each step, and whether S has an entry that is 0 or raised.
+        ends: the number of steps of each row (n).
+        active: for each step, how many of the first rows it takes: those that have it, or of several sets all.
+        tops, factors: (v, n), max x and f of each step.
         flagged: (n), whether a sequence has to be recomputed.
+        live, weight, inverse: (n), backward: which rows are computed, their weights, and 1 / sum S B of the last step.
     """
 
-    def __init__(self, chain: Structured, forward: tuple[Link, ...], backward: tuple[Link, ...]) -> None:
-        self.chain, self.sets, self.links, self.back_links = chain, Sets.of(chain), forward, backward
-        self.factors_of, self.n = PreparedFactors(chain, self.sets), self.sets.g * self.sets.m
-        self.order = self.rows(torch.arange(self.n, device=chain.x.device).view(chain.batch))
-        self.ends = None if chain.ends is None else self.rows(chain.ends)
-        self.tops, self.factors = self.new(2, chain.v, self.n)
-        self.rough = torch.zeros(chain.v, self.n, dtype=torch.bool, device=chain.x.device)
-        self.flagged = torch.zeros(self.n, dtype=torch.bool, device=chain.x.device)
+    live: Tensor
+    weight: Tensor
 
-    @classmethod
-    def of(cls, chain: Structured) -> "Scan | None":
-        """The scan of a chain; None on a GPU, where no flag is read on the host, and for stages that permute rows."""
-        if on_gpu(chain.x):
-            return None
-        shapes = [torch.empty(p.shape[len(chain.batch) + 1 :], device="meta") for p in chain.parameters]
-        pattern, parameters = transposed(chain.pattern, shapes)
-        forward, backward = links(chain.pattern.stages, shapes), links(pattern.stages, parameters)
-        return None if forward is None or backward is None else cls(chain, forward, backward)
-
-    @cached_property
-    def last_steps(self) -> list[int]:
-        """The numbers of steps that nonzero sequence has, in order."""
-        return [self.chain.v] if self.ends is None else sorted(set(self.ends.tolist()))
+    def __init__(self, chain: Structured, chain_links: tuple[Link, ...]) -> None:
+        self.chain, self.links, self.sets, device = chain, chain_links, Sets.of(chain), chain.x.device
+        self.prepared, self.n = PreparedFactors(chain, self.sets), self.sets.g * self.sets.m
+        order = self.sets.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
+        ends = torch.full_like(order, chain.v) if chain.ends is None else chain.ends.reshape(-1)[order]
+        if self.sets.g == 1:
+            ends, index = ends.sort(descending=True, stable=True)
+            order = order[index]
+        self.order, self.ends = order, ends.contiguous()
+        having = (self.n - torch.bincount(ends, minlength=chain.v + 1).cumsum(0)).tolist()
+        self.stops = set(ends.tolist())
+        self.active = [count if self.sets.g == 1 else self.n for count in having if count]
+        self.tops, self.factors = self.new(chain.v, self.n).zero_(), self.new(chain.v, self.n).fill_(1.0)
+        self.flagged = torch.zeros(self.n, dtype=torch.bool, device=device)
+        self.inverse = torch.zeros(self.n, dtype=torch.float64, device=device)
 
     def new(self, *shape: int) -> Tensor:
         """Uninitialized memory of the dtype of the arithmetic."""
@@ -67,25 +65,28 @@ class Scan:
 
     def rows(self, values: Tensor) -> Tensor:
         """Values [*B or ones, *rest] of sequences as (n, *rest)."""
-        return self.sets.grouped(values).flatten(0, 1)
+        rest = values.shape[len(self.chain.batch) :]
+        return values.expand(*self.chain.batch, *rest).reshape(self.n, *rest)[self.order]
 
     def in_batch(self, rows: Tensor) -> Tensor:
-        """Values (n, *rest) of rows as a view [*B, *rest]."""
-        return self.sets.batched(rows.view(self.sets.g, self.sets.m, *rows.shape[1:]))
+        """Values (n, *rest) of rows as [*B, *rest]."""
+        return torch.empty_like(rows).index_copy_(0, self.order, rows).view(*self.chain.batch, *rows.shape[1:])
 
-    def x(self, step: int) -> Tensor:
-        """The log-potentials of a step (n, c)."""
-        return self.rows(self.chain.x[..., step, :])
+    def x(self, step: int, count: int) -> Tensor:
+        """The log-potentials of a step (count, c)."""
+        return self.chain.x[..., step, :].reshape(self.n, self.chain.c)[self.order[:count]]
 
-    def inside(self, step: int) -> Tensor | None:
-        """Whether a sequence has a step (n); None: all have."""
-        return None if self.ends is None else self.ends > step
+    def leaving(self, sums: Tensor, count: int, blocks: int) -> Tensor:
+        """The rows (count, c) that leave a product, from the memory that it was written to."""
+        c = self.chain.c
+        grid = sums.view(-1)[: count * c].view(self.sets.g, blocks, count // self.sets.g, c // blocks)
+        return grid.transpose(1, 2).reshape(count, c)
 
     def add_diagonal(self, sums: Tensor, rows: Tensor, diagonal: Tensor | None) -> None:
         """Add what the diagonal (sets, c) adds to the sums of rows."""
         if diagonal is not None:
             shape = len(diagonal), -1, rows.shape[1]
-            sums.view(shape).addcmul_(rows.view(shape), diagonal[:, None])
+            sums[: len(rows)].view(shape).addcmul_(rows.view(shape), diagonal[:, None])
 
     def start(self) -> tuple[Tensor, Tensor]:
         """p0 (n, c) with a largest entry of 2^(TOP - 1) to 2^TOP, and the logarithm of what it was divided by (n)."""
@@ -99,78 +100,100 @@ class Scan:
             first, second = halves(scale)
             weights = values * first * second
         weights = weights * 2.0 ** TOP[dtype]
-        least = 2.0 ** (TOP[dtype] - self.factors_of.depth - 1)  # flagged, but not 0
+        least = 2.0 ** (TOP[dtype] - self.prepared.depth - 1)  # flagged, but not 0
         weights.masked_fill_((values > (-math.inf if log else 0.0)) & (weights < least), least)
         return self.rows(weights.to(dtype)).contiguous(), self.rows(scale)[:, 0]
 
 
-class Weigh:
-    """The step between products of matrices: writes S, and the row of a step of the tables of a scan."""
+class Steps:
+    """The steps between products of matrices, of messages S (v or 2, n, c)."""
 
-    by_blocks = False
-
-    def __init__(self, scan: Scan) -> None:
-        self.scan, dtype = scan, scan.chain.dtype
-        depth = scan.factors_of.depth
+    def __init__(self, scan: Scan, state: Tensor) -> None:
+        self.scan, self.state, dtype, depth = scan, state, scan.chain.dtype, scan.prepared.depth
         self.floor, self.spread = 2.0 ** (TOP[dtype] - depth), DEEPEST[dtype] - depth
+        self.scale, self.least = 2.0**scan.prepared.spare, scan.prepared.least_source
 
-    def __call__(self, step: int, sums: Tensor, blocks: int, limit: float, out: Tensor) -> None:
-        """Write S (n, c) of a step, from sums U, (blocks, n, c / blocks)."""
+    def _emissions(self, step: int, count: int, top: Tensor) -> Tensor:
+        x = self.scan.x(step, count)
+        least = -DEEPEST[self.scan.chain.dtype] * math.log(2.0)
+        return (x - top[:, None]).clamp(min=least).exp().masked_fill(x == -math.inf, 0.0)
+
+    def forward(self, step: int, count: int, sums: Tensor, blocks: int, limit: float) -> None:
+        """Write S of the first rows, and their entries of the tables, from the memory of sums U."""
         scan, dtype = self.scan, self.scan.chain.dtype
-        x, inside = scan.x(step), scan.inside(step)
-        top = x.amax(-1, keepdim=True).to(dtype)
-        top.masked_fill_(top == -math.inf, 0.0)
-        torch.sub(x, top, out=out).clamp_(min=-DEEPEST[dtype] * math.log(2.0)).exp_()
-        out.masked_fill_(x == -math.inf, 0.0).mul_(sums)
+        sums, inside, flags = scan.leaving(sums, count, blocks), scan.ends[:count] > step, scan.flagged[:count]
+        top = scan.x(step, count).amax(-1).to(dtype)
+        top = top.masked_fill(top == -math.inf, 0.0)
+        out = self._emissions(step, count, top).to(dtype) * sums
         high, most = out.amax(-1), sums.amax(-1)
         flagged = ((sums < limit) & (sums != 0)).any(-1) | ~(high.isfinite() & most.isfinite())
-        scan.flagged |= flagged if inside is None else flagged & inside
-        dead = scan.flagged if inside is None else scan.flagged | ~inside
-        least = torch.finfo(dtype).tiny
+        flags |= flagged & inside
+        dead, least = flags | ~inside, int(math.log2(torch.finfo(dtype).tiny))
         power = TOP[dtype] - torch.frexp(high).exponent
         power = torch.minimum(power, TOP[dtype] - torch.frexp(most).exponent + self.spread)
-        power = power.clamp(int(math.log2(least)), -int(math.log2(least))).masked_fill(dead | (high == 0), 0)
-        torch.exp2(power.to(dtype), out=scan.factors[step])
-        scan.tops[step] = top[:, 0].masked_fill(dead, 0.0)
-        out.mul_(scan.factors[step][:, None])
-        small = out <= self.floor
-        out.masked_fill_(small & (out > 0), self.floor).masked_fill_(dead[:, None], 0.0)
-        scan.rough[step] = small.any(-1) & ~dead
+        factor = torch.exp2(power.clamp(least, -least).masked_fill(dead | (high == 0), 0).to(dtype))
+        scan.tops[step, :count], scan.factors[step, :count] = top.masked_fill(dead, 0.0), factor
+        out.mul_(factor[:, None])
+        out.masked_fill_((out > 0) & (out < self.floor), self.floor).masked_fill_(dead[:, None], 0.0)
+        self.state[step % len(self.state), :count] = out
+
+    def backward(
+        self, step: int, count: int, sums: Tensor, before: int, blocks: int, source: Tensor, grad_x: Tensor | None
+    ) -> None:
+        """Write T of the first rows, at step 0 S B, 1 / sum S B and the gradient of x (n, v, c), from the memory of B.
+
+        `before`: how many rows are in that memory; B of others is 1.
+        """
+        scan, dtype, rows = self.scan, self.scan.chain.dtype, slice(count)
+        live = scan.live[rows] & (scan.ends[rows] > step)
+        b = torch.ones_like(source)
+        b[:before] = scan.leaving(sums, before, blocks)
+        b.masked_fill_((scan.ends[rows] == step + 1)[:, None], 1.0).masked_fill_(~live[:, None], 0.0)
+        state = self.state[step, rows]
+        posterior = state * b
+        inverse = posterior.sum(-1).double().reciprocal().masked_fill(~live, 0.0)
+        scan.inverse[rows] = inverse
+        if grad_x is not None:  # by two factors: weights may be large or small
+            grad_x[scan.order[rows], step] = posterior * inverse.to(dtype)[:, None] * scan.weight[rows, None].to(dtype)
+        scale = (inverse * scan.factors[step, rows] * self.scale).to(dtype)
+        out = self._emissions(step, count, scan.tops[step, rows]).to(dtype) * b * scale[:, None]
+        if step == 0:
+            source.copy_(posterior)
+            return
+        # no weight where no path leads
+        source.copy_(torch.threshold(out, self.least, 0.0).masked_fill(~live[:, None] | (state == 0), 0.0))
 
 
-def run(scan: Scan, keep: bool, weigh: Weigh) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The log-partitions (n), wrong where flagged; S (v, n, c); rows between stages (v - 1, n, size), or none."""
-    chain, n, weights = scan.chain, scan.n, scan.factors_of
+def run(scan: Scan, keep: bool, steps_of: Callable[[Scan, Tensor], Steps]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The log-partitions (n), wrong where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
+    chain, n, prepared = scan.chain, scan.n, scan.prepared
     state, sums = scan.new(chain.v if keep else 2, n, chain.c), scan.new(n, chain.c)
     keep_middles = keep and sum(link.size for link in scan.links[:-1]) <= chain.c
-    middles = [scan.new(chain.v - 1 if keep_middles else 1, n, link.size) for link in scan.links[:-1]]
-    products, stops = Products(scan.links, n, sums), set(scan.last_steps)
-    total = torch.zeros(n, dtype=torch.float64, device=state.device)
+    middles = [scan.new(chain.v - 1 if keep_middles else 1, n * link.size) for link in scan.links[:-1]]
+    steps, total = steps_of(scan, state), torch.zeros(n, dtype=torch.float64, device=state.device)
     start, start_shift = scan.start()
-    weigh(0, start, 1, weigh.floor, state[0])
-    for step in range(max(stops)):
-        after = state[step % len(state)]
-        if step > 0:
-            before, (matrices, diagonal) = state[(step - 1) % len(state)], weights.at(step)
+    for step, count in enumerate(scan.active):
+        if step == 0:
+            steps.forward(0, count, start, 1, steps.floor)
+        else:
+            before, (matrices, diagonal) = state[(step - 1) % len(state), :count], prepared.at(step)
             between = [tensor[step - 1 if keep_middles else 0] for tensor in middles]
-            by_blocks = weigh.by_blocks and diagonal is None
-            blocks = products.run(before, matrices, between, sums, by_blocks)
+            multiply(scan.links, before, matrices, between, sums, scan.sets.g)
             scan.add_diagonal(sums, before, diagonal)
-            weigh(step, sums, blocks, weights.limit, after)
-        if step + 1 in stops:
-            sum_here = after.sum(-1, dtype=torch.float64)
-            total = sum_here if scan.ends is None else torch.where(scan.ends == step + 1, sum_here, total)
-    uncertain = (total != 0) & ~(total >= 2.0 ** (TOP[chain.dtype] + GUARD[chain.dtype] - weights.depth))
+            steps.forward(step, count, sums, scan.links[-1].blocks or 1, prepared.limit)
+        if step + 1 in scan.stops:
+            ended = scan.ends == step + 1
+            total[ended] = state[step % len(state)][ended].sum(-1, dtype=torch.float64)
+    uncertain = (total != 0) & ~(total >= 2.0 ** (TOP[chain.dtype] + GUARD[chain.dtype] - prepared.depth))
     scan.flagged |= uncertain | ~total.isfinite()
-    return _log_norm(scan, max(stops), start_shift, total), state, middles if keep_middles else []
+    return _log_norm(scan, start_shift, total), state, middles if keep_middles else []
 
 
-def _log_norm(scan: Scan, steps: int, start: Tensor, total: Tensor) -> Tensor:
+def _log_norm(scan: Scan, start: Tensor, total: Tensor) -> Tensor:
     """The log-partitions (n) of sums of the last messages."""
-    sets, log = scan.sets, scan.chain.log_params
-    shifts = scan.factors_of.shifts(steps - 1, sets.g)[..., None].expand(-1, -1, sets.m).flatten(1)
-    if scan.ends is not None:
-        shifts = shifts.masked_fill(scan.ends <= torch.arange(1, steps, device=start.device)[:, None], 0.0)
+    sets, log, steps = scan.sets, scan.chain.log_params, max(1, len(scan.active))
+    shifts = scan.prepared.shifts(steps - 1, sets.g)[..., None].expand(-1, -1, sets.m).flatten(1)
+    shifts = shifts.masked_fill(scan.ends <= torch.arange(1, steps, device=start.device)[:, None], 0.0)
     shifts = torch.cat([shifts, start[None]])
     rest, exponents = torch.frexp(total)
     exponents = exponents.double() + steps - torch.frexp(scan.factors[:steps]).exponent.sum(0) - TOP[scan.chain.dtype]

@@ -1,27 +1,35 @@
-/* One step of scaled messages between matrix products that the caller makes, see kernels/plain/scaled.py:
+/* The steps of scaled messages between matrix products that the caller makes, see kernels/plain/scaled.py:
 
        S = max(U E f, floor) where U E > 0        E = exp(x - max x), raised to 2^-DEEPEST        f = 2^min(TOP - k, ...)
 
    for sums U and max U E in [1/2, 1) 2^k. f is smaller where f times a raised E would be above the floor. A row is flagged
-   if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. */
+   if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
+
+       gradient of x = weight S B / sum S B        T = scale E B f / sum S B where S > 0, or 0 if that is at most `least` */
 #pragma once
 #include "step.h"
 
 typedef struct {
-    int64_t first, last;         /* the rows of this thread */
-    int64_t step, rows, states;
-    const real *sums;            /* U (blocks, rows, states / blocks) */
-    int64_t blocks;
-    const real *x;               /* row q of a step is at x_at[q] + step x_step; its entries are contiguous */
+    int64_t first, last;         /* the share of this thread, of `shares` */
+    int64_t shares, step, count; /* the first `count` rows are computed */
+    int64_t rows, states, slots, sets, blocks, before;
+    const real *sums;            /* U (sets, blocks, count / sets, states / blocks); or B, of `before` rows, 1 in others */
+    const real *x;               /* row q of a step is at x_at[q] + step states x_step; its entries are contiguous */
     const int64_t *x_at;
     int64_t x_step;
-    const int64_t *ends;         /* (rows): number of steps; or null */
+    const int64_t *ends;         /* (rows): number of steps */
     double limit, floor;
     int64_t spread;              /* k of U may exceed that of U E by so much without a smaller f */
-    real *state;                 /* S (rows, states) */
-    real *tops, *factors;        /* (rows): max x and f */
-    uint8_t *flagged, *rough;      /* (rows): see above; whether S has an entry that is 0 or raised */
-    real *scratch;                  /* (states) of this thread */
+    real *state;                 /* S (slots, rows, states); that of a step is in slot step % slots */
+    real *tops, *factors;        /* (steps, rows): max x and f */
+    uint8_t *flagged;            /* (rows) */
+    const uint8_t *live;         /* (rows), backward: whether T is computed; 0 elsewhere */
+    const double *weight;
+    double *inverse;             /* (rows): 1 / sum S B, or 0 */
+    double scale, least;
+    real *source;                /* T (count, states); of step 0 S B */
+    real *grad;                  /* the gradient of x: row q of a step is at grad_at[q] + step states; or null */
+    const int64_t *grad_at;
 } Weigh;
 
 /* A vector from entry j of c on; lanes beyond are `fill`, or are not stored. */
@@ -33,19 +41,26 @@ INLINE void put_vector(real *row, int64_t j, int64_t c, reals a) {
     else store_some(row + j, a, c - j);
 }
 
-/* U of a row, contiguous. */
-INLINE const real *sums_of(const Weigh *a, int64_t q) {
-    int64_t part = a->states / a->blocks;
-    if (a->blocks == 1) return a->sums + q * part;
+/* The sums of row q of `count`: in place where they are contiguous, otherwise a copy. */
+INLINE const real *sums_of(const Weigh *a, int64_t count, int64_t q, real *copy) {
+    int64_t members = count / a->sets, set = q / members, part = a->states / a->blocks;
+    const real *sums = a->sums + set * members * a->states + (q - set * members) * part;
+    if (a->blocks == 1) return sums;
     for (int64_t block = 0; block < a->blocks; block++)
-        __builtin_memcpy(a->scratch + block * part, a->sums + (block * a->rows + q) * part, part * sizeof(real));
-    return a->scratch;
+        __builtin_memcpy(copy + block * part, sums + block * members * part, part * sizeof(real));
+    return copy;
 }
 
-static void weigh_row(const Weigh *a, int64_t q) {
+INLINE const real *x_of(const Weigh *a, int64_t q) { return a->x + a->x_at[q] + a->step * a->x_step; }
+INLINE real *state_of(const Weigh *a, int64_t q) {
+    return a->state + (a->step % a->slots * a->rows + q) * a->states;
+}
+
+static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t c = a->states;
-    const real *u = sums_of(a, q), *x = a->x + a->x_at[q] + a->step * a->x_step;
-    real *s = a->state + q * c, top, factor, floor = (real)a->floor;
+    const real *x = x_of(a, q);
+    real *s = state_of(a, q), top, factor, floor = (real)a->floor;
+    const real *u = sums_of(a, a->count, q, s);
     reals high = splat(-INFINITE);
     naturals least = (naturals){0} - 1, most = {0}, heaviest = {0};
     for (int64_t j = 0; j < c; j += LANES) high = larger(high, vector_at(x, j, c, -INFINITE));
@@ -62,23 +77,57 @@ static void weigh_row(const Weigh *a, int64_t q) {
     a->flagged[q] = tall >= infinite || heavy >= infinite || (low + 1 != 0 && low + 1 < limit);
     if (a->flagged[q]) return clear(c, s);
     int64_t power = TOP - exponent_of((whole)heavy), bound = TOP - exponent_of((whole)tall) + a->spread;
-    power = heavy == 0 ? 0 : power < bound ? power : bound;
-    factor = power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
-    wholes rough = {0};
+    factor = heavy == 0 ? 1 : scale_to_top(TOP - (power < bound ? power : bound));
     for (int64_t j = 0; j < c; j += LANES) {
-        reals scaled = vector_at(s, j, c, 2 * floor) * (j + LANES <= c ? splat(factor) : load_some(&factor, 0, c - j, 1));
-        rough |= scaled <= floor;
+        reals scaled = vector_at(s, j, c, 0) * factor;
         put_vector(s, j, c, where((scaled > 0) & (scaled < floor), splat(floor), scaled));
     }
-    a->rough[q] = any(rough) != 0, a->tops[q] = top, a->factors[q] = factor;
+    a->tops[place] = top, a->factors[place] = factor;
+}
+
+static void source_row(const Weigh *a, int64_t q, int64_t place) {
+    enum { CHUNK = 64 * LANES }; /* entries of a partial sum */
+    int64_t c = a->states;
+    const real *s = state_of(a, q), *x = x_of(a, q), *b;
+    real *t = a->source + q * c, top = a->tops[place], *grad = a->grad ? a->grad + a->grad_at[q] + a->step * c : 0;
+    if (a->ends[q] > a->step + 1) b = sums_of(a, a->before, q, t);
+    else {
+        for (int64_t j = 0; j < c; j++) t[j] = 1;
+        b = t;
+    }
+    reals sum = {0};
+    for (int64_t begin = 0; begin < c; begin += CHUNK) {
+        reals part = {0};
+        for (int64_t j = begin; j < c && j < begin + CHUNK; j += LANES)
+            part += vector_at(s, j, c, 0) * vector_at(b, j, c, 0);
+        sum += part;
+    }
+    double inverse = 1 / (double)total(sum);
+    real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * (double)a->factors[place] * a->scale);
+    a->inverse[q] = inverse;
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals state = vector_at(s, j, c, 0), after = vector_at(b, j, c, 0), posterior = state * after;
+        if (grad) put_vector(grad, j, c, posterior * share * weight); /* weights may be large or small */
+        reals source = exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL) * after * scale;
+        put_vector(t, j, c, a->step ? where((state > 0) & (source > (real)a->least), source, (reals){0}) : posterior);
+    }
 }
 
 EXPORT int64_t EXPORTED(logchain_weigh)(const Weigh *a) {
-    for (int64_t q = a->first; q < a->last; q++) {
-        int inside = !a->flagged[q] && !(a->ends && a->ends[q] <= a->step);
-        a->tops[q] = 0, a->factors[q] = 1, a->rough[q] = 0;
-        if (inside) weigh_row(a, q);
-        else clear(a->states, a->state + q * a->states);
+    for (int64_t q = a->count * a->first / a->shares; q < a->count * a->last / a->shares; q++)
+        if (a->flagged[q] || a->ends[q] <= a->step) clear(a->states, state_of(a, q));
+        else weigh_row(a, q, a->step * a->rows + q);
+    return 0;
+}
+
+EXPORT int64_t EXPORTED(logchain_source)(const Weigh *a) {
+    for (int64_t q = a->count * a->first / a->shares; q < a->count * a->last / a->shares; q++) {
+        if (a->live[q] && a->ends[q] > a->step) {
+            source_row(a, q, a->step * a->rows + q);
+            continue;
+        }
+        a->inverse[q] = 0, clear(a->states, a->source + q * a->states);
+        if (a->grad) clear(a->states, a->grad + a->grad_at[q] + a->step * a->states);
     }
     return 0;
 }
