@@ -30,21 +30,6 @@ def mapped(message: Tensor, parameter: Tensor, stage: Stage, matmul: Binary) -> 
     return from_rows(matmul(to_rows(message, stage), matrices(parameter, stage)), stage, message.shape[-2])
 
 
-def transposed(pattern: Factors, parameters: Sequence[Tensor]) -> tuple[Factors, list[Tensor]]:
-    """The pattern and the parameters of the transposed product."""
-    count = len(pattern.stages)
-    stages = tuple(turned(*one) for one in zip(pattern.stages, parameters, strict=False))[::-1]
-    return Factors(stages, pattern.diagonal), [*parameters[:count][::-1], *parameters[count:]]
-
-
-def turned(stage: Stage, parameter: Tensor) -> Stage:
-    """The stage of the transposed matrices, which leads back."""
-    grid = leaving_grid(stage, parameter)
-    block = None if stage.block is None else stage.order.index(stage.block)
-    back = tuple(stage.order.index(axis) for axis in range(len(grid)))
-    return Stage(grid, block, stage.order.index(stage.contracted), not stage.transposed, back)
-
-
 def leaving_grid(stage: Stage, parameter: Tensor) -> tuple[int, ...]:
     """The sizes of the grid behind a stage."""
     sizes = list(stage.axes)

@@ -130,21 +130,20 @@ class PreparedFactors:
         )
         if in_place and not (log or self._scaled or self._raised):
             return entries
-        if place not in self._buffers:
-            self._buffers[place] = (
-                entries.new_empty(entries.shape, dtype=torch.float64),
-                entries.new_empty(entries.shape, dtype=dtype),
-            )
+        if place not in self._buffers:  # powers of two are exact in the dtype, logarithms in float64
+            exact = torch.float64 if log else torch.promote_types(entries.dtype, dtype)
+            wide = torch.empty(entries.shape, dtype=exact, device=entries.device)
+            self._buffers[place] = wide, wide if wide.dtype == dtype else wide.to(dtype)
         wide, ready = self._buffers[place]
         shape = -1, *(1 for _ in entries.shape[1:])
         if log:
             torch.sub(entries, scale.view(shape), out=wide).exp_()
         else:
-            first, second = halves(scale)
-            torch.mul(entries, first.view(shape), out=wide).mul_(second.view(shape))
+            first, second = (part.to(wide.dtype).view(shape) for part in halves(scale))
+            torch.mul(entries, first, out=wide).mul_(second)
         if self._raised:
             wide.masked_fill_((entries > (-math.inf if log else 0.0)) & (wide < self._floor), self._floor)
-        return ready.copy_(wide)
+        return ready if ready is wide else ready.copy_(wide)
 
     def gradient(self, place: int, step: int, counts: Tensor, factor: float) -> Tensor:
         """Counts (sets, *own) times `factor`, by a parameter as it was passed in, or by its logarithm, in float64.

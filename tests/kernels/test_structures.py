@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from logchain.kernels.cpu import arguments, team
+from logchain.kernels.cpu import products as cpu_products
 from logchain.kernels.plain import products as plain_products
+from logchain.kernels.plain import scaled
 from logchain.kernels.structured import Factors
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, answers, check, draw, flat, given
@@ -311,14 +313,31 @@ def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
         assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == recomputed
 
 
-def test_states_without_path_through_factors_do_not_overflow_backward(monkeypatch):
+@ROOMS
+def test_states_without_path_through_factors_do_not_overflow_backward(room, monkeypatch):
     parameters = [[[[[1.0]], [[1.0]]]]]
-    assert check("cpu", given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).redone
+    assert check(room, given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).redone
     chain = given(TWO_STATES["factors"], parameters, [*[[0.0, 45]] * 12, [0.0, 0]], [1.0, 0])
-    walk = check("cpu", chain, near=1e-5)
+    walk = check(room, chain, near=1e-5)
     assert not walk.redone.any()
     monkeypatch.setattr(plain_products, "forward", None)
-    structures.kernels("cpu", chain).backward(chain, walk, structures.weights_of(chain), structures.ALL)
+    structures.kernels(room, chain).backward(chain, walk, structures.weights_of(chain), structures.ALL)
+
+
+@ROOMS
+def test_steps_of_factors_take_only_sequences_that_have_them(room, monkeypatch):
+    chain, counts = draw(structures.monarch(4, 6, 8), (9,), v=12, ends=True), []
+    steps = cpu_products.Steps if room == "cpu" else scaled.Steps
+    for name in ("forward", "backward"):
+        method = getattr(steps, name)
+
+        def recorded(self, step, count, *args, method=method):
+            counts.append(count)
+            method(self, step, count, *args)
+
+        monkeypatch.setattr(steps, name, recorded)
+    check(room, chain)
+    assert sum(counts) == 3 * chain.ends.sum()  # forward twice
 
 
 def test_memory_that_factors_hold():
