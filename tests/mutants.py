@@ -236,7 +236,7 @@ MUTANTS = [
     Mutant("small sums of factors are believed", C + "weigh.h", "(low + 1 != 0 && low + 1 < limit)",
            "(low + 1 != 0 && low + 1 < limit && 0)", FACTORS),
     Mutant("messages of factors are not raised", C + "weigh.h",
-           "where((scaled > 0) & (scaled < floor), splat(floor), scaled)", "scaled", FAR),
+           "where((scaled > 0) & (scaled < floor), splat(floor), scaled)", "scaled + 0 * floor", FAR),
     Mutant("a raised emission may be a message's largest entry", C + "weigh.h", "power < bound ? power : bound",
            "power < bound + 900 ? power : bound", FACTORS),
     Mutant("small sums of factors are believed in torch", PLAIN + "scaled.py", "(sums < limit) & (sums != 0)",

@@ -16,10 +16,8 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *fields("first last shares step count rows states slots sets blocks before *sums *x *x_at x_step *ends"),
-        *((name, ctypes.c_double) for name in ("limit", "floor")),
-        *fields("spread *state *tops *factors *flagged *live *weight *inverse"),
-        *((name, ctypes.c_double) for name in ("scale", "least")),
-        *fields("*source *grad *grad_at"),
+        *((name, ctypes.c_double) for name in ("limit", "floor", "scale", "least")),
+        *fields("spread *state *tops *factors *flagged *live *weight *inverse *source *grad *grad_at"),
     ]
 
 
@@ -32,8 +30,8 @@ class Steps(scaled.Steps, Pointing):
         x = chain.x.to(chain.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), sets=scan.sets.g), {}
-        for name in ("floor", "spread", "scale", "least"):
-            setattr(self.arguments, name, getattr(self, name))
+        self.arguments.floor, self.arguments.spread = self.floor, self.spread
+        self.arguments.scale, self.arguments.least = self.scale, self.least
         self.point(x=x, x_at=places(x, chain.batch)[scan.order].contiguous(), state=state, ends=scan.ends)
         self.point(tops=scan.tops, factors=scan.factors, flagged=scan.flagged, inverse=scan.inverse)
         self.point(grad_at=scan.order * (chain.v * c))
@@ -45,33 +43,22 @@ class Steps(scaled.Steps, Pointing):
 
     def forward(self, step: int, count: int, sums: Tensor, blocks: int, limit: float) -> None:
         """As `kernels.plain.scaled.Steps.forward`."""
-        for a in self._calls:
-            a.step, a.count, a.sums, a.blocks, a.limit = step, count, sums.data_ptr(), blocks, limit
-        self._call("weigh")
+        self._call(step=step, count=count, sums=sums.data_ptr(), blocks=blocks, limit=limit)
 
     def backward(
         self, step: int, count: int, sums: Tensor, before: int, blocks: int, source: Tensor, grad_x: Tensor | None
     ) -> None:
         """As `kernels.plain.scaled.Steps.backward`."""
-        grad, memory, to = None if grad_x is None else grad_x.data_ptr(), sums.data_ptr(), source.data_ptr()
-        for a in self._calls:
-            a.step, a.count, a.sums, a.before, a.blocks, a.source, a.grad = (
-                step,
-                count,
-                memory,
-                before,
-                blocks,
-                to,
-                grad,
-            )
-        self._call("source")
+        grad = None if grad_x is None else grad_x.data_ptr()
+        places = {"sums": sums.data_ptr(), "source": source.data_ptr(), "grad": grad}
+        self._call(step=step, count=count, before=before, blocks=blocks, **places)
 
-    def _call(self, name: str) -> None:
-        loop = function(name, self.scan.chain.dtype)
-        if len(self._calls) == 1:
-            loop(self._calls)
-        else:
-            team.calls(loop, self._calls)
+    def _call(self, **values: float | None) -> None:
+        for arguments in self._calls:
+            for name, value in values.items():
+                setattr(arguments, name, value)
+        loop, calls = function("weigh", self.scan.chain.dtype), self._calls
+        _ = loop(calls) if len(calls) == 1 else team.calls(loop, calls)
 
 
 forward = partial(products.forward, steps_of=Steps)

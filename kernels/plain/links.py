@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ..structured import Factors
 
+Matrices = Sequence[Tensor]
+
 
 class Link(NamedTuple):
-    """The sizes of one factor; `blocks` is 0 if it has no block axis."""
+    """The sizes of one factor; `blocks` is 0 if it has no block axis, `others` the size of all other axes."""
 
     blocks: int
-    before: int
+    others: int
     entering: int
     leaving: int
     after: int
@@ -28,7 +30,7 @@ class Link(NamedTuple):
     @property
     def size(self) -> int:
         """The entries of a row after the factor."""
-        return (self.blocks or self.before * self.after) * self.leaving
+        return self.others * self.leaving
 
     @property
     def transposed(self) -> "Link":
@@ -40,29 +42,19 @@ def links(pattern: Factors, parameters: Sequence[Tensor]) -> tuple[Link, ...] | 
     """The links of factors (..., in, out); None where rows would have to be permuted."""
     result, stages = [], pattern.stages
     for place, (stage, parameter) in enumerate(zip(stages, parameters, strict=False)):
-        order, at, with_blocks = tuple(range(len(stage.axes))), stage.contracted, stage.block is not None
-        if with_blocks:
-            turned = place + 1 < len(stages)
-            supported = (stage.block, at, stage.order) == (0, 1, (1, 0) if turned else (0, 1)) and len(order) == 2
-        else:
-            supported = stage.order == order
-        if not supported or with_blocks != (stages[0].block is not None) or (with_blocks and pattern.diagonal):
+        axes, at, order = stage.axes, stage.contracted, tuple(range(len(stage.axes)))
+        if stage.block is not None:  # there are two axes
+            order = (1, 0) if place + 1 < len(stages) else (0, 1)
+        mixed = pattern.diagonal if stage.block == 0 and at == 1 else stage.block is not None
+        if mixed or stage.block != stages[0].block or stage.order != order:
             return None
-        leaving = parameter.shape[-2 if stage.transposed else -1]
-        blocks = stage.axes[0] if with_blocks else 0
-        result.append(
-            Link(blocks, math.prod(stage.axes[:at]), stage.axes[at], leaving, math.prod(stage.axes[at + 1 :]))
-        )
+        leaving, blocks = parameter.shape[-2 if stage.transposed else -1], 0 if stage.block is None else axes[0]
+        result.append(Link(blocks, math.prod(axes) // axes[at], axes[at], leaving, math.prod(axes[at + 1 :])))
     return tuple(result)
 
 
 def multiply(
-    chain_links: Sequence[Link],
-    rows: Tensor,
-    matrices: Sequence[Tensor],
-    middles: Sequence[Tensor],
-    out: Tensor | None,
-    sets: int,
+    chain_links: Sequence[Link], rows: Tensor, matrices: Matrices, middles: Matrices, out: Tensor | None, sets: int
 ) -> None:
     """Write rows (rows, size) times matrices (sets or 1, (blocks,) in, out), after each factor but the last to middles.
 
@@ -101,7 +93,7 @@ def in_blocks(link: Link, rows: Tensor, sets: int, between: bool) -> Tensor:
 def operand(link: Link, rows: Tensor, sets: int, steps: int, between: bool) -> Tensor:
     """Rows of some steps that enter a factor as (sets, blocks, rows of a set, in), or without blocks (rows, size)."""
     if not link.blocks:
-        return rows.reshape(-1, link.before * link.entering * link.after)
+        return rows.reshape(-1, link.others * link.entering)
     grid = in_blocks(link, rows.reshape(-1), sets * steps, between)
     return grid.view(sets, steps, *grid.shape[1:]).transpose(1, 2).flatten(2, 3)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..stages import from_rows, mapped, matrices, own_shape, rows_behind, through, to_rows
-from ..structured import Factors, Gradients, Stage, Structured, Walk
+from ..structured import Factors, Gradients, Structured, Walk
 from . import matmul as log_matmul
 from . import structured
 
@@ -56,10 +56,6 @@ def _back(before: Tensor, weight: Tensor, parameters: list[Tensor], pattern: Fac
         )
         assert of_rows is not None and of_matrices is not None
         counts.append(own_shape(of_matrices, stage))
-        weight = _in_front(of_rows, stage, before.shape[1])
+        into = stage._replace(order=tuple(range(len(stage.axes))))
+        weight = from_rows(of_rows, into, before.shape[1])
     return weight + straight, [*counts[::-1], *stayed]
-
-
-def _in_front(rows: Tensor, stage: Stage, m: int) -> Tensor:
-    """Rows (g, blocks or 1, rows, in) as the message (g, m, c) in front of a stage."""
-    return from_rows(rows, stage._replace(order=tuple(range(len(stage.axes)))), m)

@@ -5,7 +5,7 @@ host, and those of factors whose rows would have to be permuted.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ..structured import Gradients, Structured, Walk, gradient_of_p0
 from . import log_products, scaled
 from .links import add_counts, links, multiply, operand
 from .scaled import Scan, Steps
+
+Needs = tuple[bool, bool, bool]
 
 # rows of products of which counts are made, without and with blocks, in at most so many steps; and how many of these
 # are summed in the dtype
@@ -26,7 +28,7 @@ def _scan(chain: Structured) -> Scan | None:
     return None if chain_links is None else Scan(chain, chain_links)
 
 
-def forward(chain: Structured, keep: bool, steps_of: Callable[[Scan, Tensor], Steps] = Steps) -> Walk:
+def forward(chain: Structured, keep: bool, steps_of: type[Steps] = Steps) -> Walk:
     """The log-partitions, and what `backward` reads: S, tables, logarithms of recomputed sequences, middles."""
     scan = _scan(chain)
     if scan is None:
@@ -44,13 +46,7 @@ def forward(chain: Structured, keep: bool, steps_of: Callable[[Scan, Tensor], St
     return Walk(scan.in_batch(log_norm), tensors, scan.in_batch(scan.flagged))
 
 
-def backward(
-    chain: Structured,
-    walk: Walk,
-    weight: Tensor,
-    needs: tuple[bool, bool, bool],
-    steps_of: Callable[[Scan, Tensor], Steps] = Steps,
-) -> Gradients:
+def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, steps_of: type[Steps] = Steps) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `Gradients`."""
     scan = _scan(chain)
     if scan is None:
@@ -70,9 +66,7 @@ def backward(
     return gradients
 
 
-def _backward(
-    scan: Scan, state: Tensor, middles: list[Tensor], needs: tuple[bool, bool, bool], steps: Steps
-) -> Gradients:
+def _backward(scan: Scan, state: Tensor, middles: list[Tensor], needs: Needs, steps: Steps) -> Gradients:
     """The gradients of live rows."""
     chain, n, c, active, sets = scan.chain, scan.n, scan.chain.c, scan.active, scan.sets.g
     back_links, blocks = tuple(link.transposed for link in reversed(scan.links)), scan.links[0].blocks or 1
@@ -142,22 +136,22 @@ class _Counts:
                 narrow = link.entering <= link.leaving
                 front, following = (front * weights, following) if narrow else (front, following * weights)
             add_counts(link, stage.transposed, front, following, sums)
-            self._flush(place, first, self.added % _ADDED == 0)
         if scan.chain.pattern.diagonal:
             terms = entering[0].reshape(len(self.sums[-1]), -1, scan.chain.c)
             terms = terms * leaving[-1].view(terms.shape)
             self.sums[-1] += (terms if shares is None else terms * shares.view(len(terms), -1, 1)).sum(1)
-            self._flush(len(self.sums) - 1, first, True)
+        for place, total in enumerate(self.totals):
+            if len(total) > 1 or self.added % _ADDED == 0:
+                self._flush(place, first)
 
-    def _flush(self, place: int, step: int, add: bool) -> None:
-        """Move sums to the gradient of a step, or add them to that of all, if they are to be added."""
+    def _flush(self, place: int, step: int) -> None:
+        """Move sums to the gradient of a step, or add them to those of all."""
         sums, total = self.sums[place], self.totals[place]
         if len(total) > 1:
             total[step - 1] = self._finished(place, step, sums)
-        elif add:
-            total[0] += sums
-        if len(total) > 1 or add:
-            sums.zero_()
+        else:
+            total += sums
+        sums.zero_()
 
     def _finished(self, place: int, step: int, counts: Tensor) -> Tensor:
         return self.scan.prepared.gradient(place, step, counts, self.factor * 2.0**-self.scan.prepared.spare)
@@ -167,7 +161,7 @@ class _Counts:
         gradients = []
         for place, (total, parameter) in enumerate(zip(self.totals, self.scan.chain.parameters, strict=True)):
             if len(total) == 1:
-                total[0] += self.sums[place]
+                self._flush(place, 1)
                 total[0] = self._finished(place, 1, total[0])
             gradients.append(self.scan.sets.as_parameter(total, parameter.shape).to(self.scan.chain.dtype))
         return tuple(gradients)
@@ -198,31 +192,19 @@ def _selected(chain: Structured, chosen: Tensor) -> Structured:
         index = _index(chain, tensor, chosen)
         return tensor[index] if index else tensor[(0,) * len(chain.batch)][None]
 
-    return Structured(
-        x=of(chain.x).expand(len(chosen), -1, -1),
-        parameters=tuple(of(tensor) for tensor in chain.parameters),
-        p0=of(chain.p0),
-        pattern=chain.pattern,
-        ends=None if chain.ends is None else chain.ends.reshape(-1)[chosen],
-        log_params=chain.log_params,
-        dtype=chain.dtype,
-        by_log=chain.by_log,
-    )
+    x, parameters = of(chain.x).expand(len(chosen), -1, -1), tuple(of(tensor) for tensor in chain.parameters)
+    ends = None if chain.ends is None else chain.ends.reshape(-1)[chosen]
+    return replace(chain, x=x, parameters=parameters, p0=of(chain.p0), ends=ends)
 
 
 def _add(chain: Structured, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
     """Add the gradients of the chosen sequences to those of all."""
-
-    def add(total: Tensor | None, part: Tensor | None, operand: Tensor) -> None:
+    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
+    for total, part in zip(totals, parts, strict=True):
         if total is None or part is None:
-            return
-        index = _index(chain, operand, chosen)
+            continue
+        index = _index(chain, total, chosen)
         if index:
             total.index_put_(index, part, accumulate=True)
         else:
             total += part.view(total.shape)
-
-    add(gradients.x, more.x, gradients.x if gradients.x is not None else chain.x)
-    add(gradients.p0, more.p0, chain.p0)
-    for total, part, like in zip(gradients.parameters or (), more.parameters or (), chain.parameters, strict=False):
-        add(total, part, like)

@@ -10,7 +10,6 @@ its digits is recomputed in logarithms. Backward, with B = 1 at the end:
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -164,7 +163,7 @@ class Steps:
         source.copy_(torch.threshold(out, self.least, 0.0).masked_fill(~live[:, None] | (state == 0), 0.0))
 
 
-def run(scan: Scan, keep: bool, steps_of: Callable[[Scan, Tensor], Steps]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The log-partitions (n), wrong where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
     chain, n, prepared = scan.chain, scan.n, scan.prepared
     state, sums = scan.new(chain.v if keep else 2, n, chain.c), scan.new(n, chain.c)

@@ -10,15 +10,15 @@
 #include "step.h"
 
 typedef struct {
-    int64_t first, last;         /* the share of this thread, of `shares` */
-    int64_t shares, step, count; /* the first `count` rows are computed */
+    int64_t first, last, shares; /* of this thread */
+    int64_t step, count;         /* the first `count` rows are computed */
     int64_t rows, states, slots, sets, blocks, before;
     const real *sums;            /* U (sets, blocks, count / sets, states / blocks); or B, of `before` rows, 1 in others */
     const real *x;               /* row q of a step is at x_at[q] + step states x_step; its entries are contiguous */
     const int64_t *x_at;
     int64_t x_step;
     const int64_t *ends;         /* (rows): number of steps */
-    double limit, floor;
+    double limit, floor, scale, least;
     int64_t spread;              /* k of U may exceed that of U E by so much without a smaller f */
     real *state;                 /* S (slots, rows, states); that of a step is in slot step % slots */
     real *tops, *factors;        /* (steps, rows): max x and f */
@@ -26,8 +26,7 @@ typedef struct {
     const uint8_t *live;         /* (rows), backward: whether T is computed; 0 elsewhere */
     const double *weight;
     double *inverse;             /* (rows): 1 / sum S B, or 0 */
-    double scale, least;
-    real *source;                /* T (count, states); of step 0 S B */
+    real *source;                /* T (count, states), of step 0 S B; null: forward */
     real *grad;                  /* the gradient of x: row q of a step is at grad_at[q] + step states; or null */
     const int64_t *grad_at;
 } Weigh;
@@ -114,20 +113,15 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
 }
 
 EXPORT int64_t EXPORTED(logchain_weigh)(const Weigh *a) {
-    for (int64_t q = a->count * a->first / a->shares; q < a->count * a->last / a->shares; q++)
-        if (a->flagged[q] || a->ends[q] <= a->step) clear(a->states, state_of(a, q));
-        else weigh_row(a, q, a->step * a->rows + q);
-    return 0;
-}
-
-EXPORT int64_t EXPORTED(logchain_source)(const Weigh *a) {
     for (int64_t q = a->count * a->first / a->shares; q < a->count * a->last / a->shares; q++) {
-        if (a->live[q] && a->ends[q] > a->step) {
-            source_row(a, q, a->step * a->rows + q);
-            continue;
+        int inside = a->ends[q] > a->step;
+        if (!a->source && inside && !a->flagged[q]) weigh_row(a, q, a->step * a->rows + q);
+        else if (!a->source) clear(a->states, state_of(a, q));
+        else if (inside && a->live[q]) source_row(a, q, a->step * a->rows + q);
+        else {
+            a->inverse[q] = 0, clear(a->states, a->source + q * a->states);
+            if (a->grad) clear(a->states, a->grad + a->grad_at[q] + a->step * a->states);
         }
-        a->inverse[q] = 0, clear(a->states, a->source + q * a->states);
-        if (a->grad) clear(a->states, a->grad + a->grad_at[q] + a->step * a->states);
     }
     return 0;
 }
