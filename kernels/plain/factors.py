@@ -33,6 +33,8 @@ class PreparedFactors:
         least_source: what is negligible there, compared with sums of messages of at most 2^TOP.
     """
 
+    _ready: tuple[list[Tensor], Tensor | None]
+
     def __init__(self, chain: Structured, sets: Sets) -> None:
         self.chain, self.stages, dtype = chain, chain.pattern.stages, chain.dtype
         self.values = [sets.parameter(parameter.resolve_neg()) for parameter in chain.parameters]
@@ -41,7 +43,7 @@ class PreparedFactors:
         self.scales = self._scales(list(highs))
         self._scaled = any(bool(scale.any()) for scale in self.scales)
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prepared_at: tuple[int, list[Tensor]] | None = None
+        self._index = -1
         unit = math.log(2.0) if chain.log_params else 1.0
         depths = [
             float(((top - low) / unit).amax()) if low.numel() else 0.0
@@ -111,24 +113,19 @@ class PreparedFactors:
     def at(self, step: int) -> tuple[list[Tensor], Tensor | None]:
         """The matrices (sets, (blocks,) in, out) into a step, and the diagonal (sets, c)."""
         index = 0 if self.one_step else step - 1
-        if self._prepared_at is None or self._prepared_at[0] != index:
-            self._prepared_at = index, [self._prepared(place, index) for place in range(len(self.values))]
-        ready = self._prepared_at[1]
-        matrices = [
-            matrix.mT if stage.transposed else matrix for matrix, stage in zip(ready, self.stages, strict=False)
-        ]
-        return matrices, ready[-1] if self.chain.pattern.diagonal else None
+        if index != self._index:
+            ready = [self._prepared(place, index) for place in range(len(self.values))]
+            factors = zip(ready, self.stages, strict=False)
+            matrices = [matrix.mT if stage.transposed else matrix for matrix, stage in factors]
+            self._index, self._ready = index, (matrices, ready[-1] if self.chain.pattern.diagonal else None)
+        return self._ready
 
     def _prepared(self, place: int, index: int) -> Tensor:
         """A parameter of a step (sets, *own), in place or in a buffer."""
         entries, scale = _at(self.values[place], index), _at(self.scales[place], index)
         log, dtype = self.chain.log_params, self.chain.dtype
-        in_place = (
-            entries.dtype == dtype
-            and (entries.dim() < 3 or 1 in entries.stride()[-2:])
-            and 0 not in entries.stride()[1:]
-        )
-        if in_place and not (log or self._scaled or self._raised):
+        strides, changed = entries.stride(), log or self._scaled or self._raised or entries.dtype != dtype
+        if not changed and 0 not in strides[1:] and (entries.dim() < 3 or 1 in strides[-2:]):
             return entries
         if place not in self._buffers:  # powers of two are exact in the dtype, logarithms in float64
             exact = torch.float64 if log else torch.promote_types(entries.dtype, dtype)
@@ -153,7 +150,7 @@ class PreparedFactors:
         chain, entries, scale = self.chain, _at(self.values[place], step - 1), _at(self.scales[place], step - 1)
         if chain.log_params or chain.by_log:
             matrices, diagonal = self.at(step)
-            ready = diagonal if place == len(self.stages) else matrices[place]
+            ready = [*matrices, diagonal][place]
             assert ready is not None
             turned = place < len(self.stages) and self.stages[place].transposed
             result = counts.double().mul_(ready.mT if turned else ready).mul_(factor)

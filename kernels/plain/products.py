@@ -119,8 +119,9 @@ class _Counts:
         self.scan, values, dtype = scan, scan.prepared.values, scan.chain.dtype
         self.sums = [tensor.new_zeros(tensor.shape[1:], dtype=dtype) for tensor in values]
         self.totals = [torch.zeros_like(tensor, dtype=torch.float64 if len(tensor) < 2 else dtype) for tensor in values]
-        self.factor, shares = _factored(scan.weight)
-        self.shares, self.added = None if shares is None else shares.to(dtype), 0
+        factor, shares = _factored(scan.weight)
+        self.factor, self.added = factor * 2.0**-scan.prepared.spare, 0
+        self.shares = None if shares is None else shares.to(dtype)
 
     def add(self, first: int, entering: list[Tensor], leaving: list[Tensor]) -> None:
         """Add those of the steps from `first` on, of what enters and leaves each factor (steps, rows and states)."""
@@ -148,13 +149,10 @@ class _Counts:
         """Move sums to the gradient of a step, or add them to those of all."""
         sums, total = self.sums[place], self.totals[place]
         if len(total) > 1:
-            total[step - 1] = self._finished(place, step, sums)
+            total[step - 1] = self.scan.prepared.gradient(place, step, sums, self.factor)
         else:
             total += sums
         sums.zero_()
-
-    def _finished(self, place: int, step: int, counts: Tensor) -> Tensor:
-        return self.scan.prepared.gradient(place, step, counts, self.factor * 2.0**-self.scan.prepared.spare)
 
     def gradients(self) -> tuple[Tensor, ...]:
         """The gradients of the parameters."""
@@ -162,7 +160,7 @@ class _Counts:
         for place, (total, parameter) in enumerate(zip(self.totals, self.scan.chain.parameters, strict=True)):
             if len(total) == 1:
                 self._flush(place, 1)
-                total[0] = self._finished(place, 1, total[0])
+                total[0] = self.scan.prepared.gradient(place, 1, total[0], self.factor)
             gradients.append(self.scan.sets.as_parameter(total, parameter.shape).to(self.scan.chain.dtype))
         return tuple(gradients)
 
