@@ -65,11 +65,11 @@ class Scan:
     def rows(self, values: Tensor) -> Tensor:
         """Values [*B or ones, *rest] of sequences as (n, *rest)."""
         rest = values.shape[len(self.chain.batch) :]
-        return values.expand(*self.chain.batch, *rest).reshape(self.n, *rest)[self.order]
+        return values.expand((*self.chain.batch, *rest)).reshape(self.n, *rest)[self.order]
 
     def in_batch(self, rows: Tensor) -> Tensor:
         """Values (n, *rest) of rows as [*B, *rest]."""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows).view(*self.chain.batch, *rows.shape[1:])
+        return torch.empty_like(rows).index_copy_(0, self.order, rows).view((*self.chain.batch, *rows.shape[1:]))
 
     def x(self, step: int, count: int) -> Tensor:
         """The log-potentials of a step (count, c)."""
