@@ -66,7 +66,10 @@ def multiply(
         if into is None:
             return
         into = into.view(-1)[: len(rows) * link.size]
-        if link.blocks:
+        if link.blocks and len(rows) == len(matrix):  # the rows of a set are one: blocks of all sets are alike
+            front = in_blocks(link, rows, sets, place > 0).flatten(0, 1)
+            torch.bmm(front, matrix.flatten(0, 1), out=into.view(-1, 1, link.leaving))
+        elif link.blocks:
             front, matrix = in_blocks(link, rows, sets, place > 0), matrix.expand(sets, -1, -1, -1)
             left, right = (front, matrix) if last else (matrix.mT, front.mT)
             for a, b, result in zip(left, right, into.view(*left.shape[:3], right.shape[-1]), strict=True):
@@ -95,7 +98,8 @@ def operand(link: Link, rows: Tensor, sets: int, steps: int, between: bool) -> T
     if not link.blocks:
         return rows.reshape(-1, link.others * link.entering)
     grid = in_blocks(link, rows.reshape(-1), sets * steps, between)
-    return grid.view(sets, steps, *grid.shape[1:]).transpose(1, 2).flatten(2, 3)
+    grid = grid.view(sets, steps, *grid.shape[1:]).transpose(1, 2).flatten(2, 3)
+    return grid.contiguous() if grid.shape[2] == 1 else grid  # torch multiplies strange strides one by one
 
 
 def _grid(link: Link, rows: Tensor, sets: int) -> Tensor:

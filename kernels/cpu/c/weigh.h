@@ -1,11 +1,11 @@
 /* The steps of scaled messages between matrix products that the caller makes, see kernels/plain/scaled.py:
 
-       S = max(U E f, floor) where U E > 0        E = exp(x - max x), raised to 2^-DEEPEST        f = 2^min(TOP - k, ...)
+       S = max(U E f, floor) where U E > 0      E = exp(x - max x), raised to 2^-DEEPEST      f = 2^min(TOP - k, ...)
 
-   for sums U and max U E in [1/2, 1) 2^k. f is smaller where f times a raised E would be above the floor. A row is flagged
-   if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
+   for sums U and max U E in [1/2, 1) 2^k. f is smaller where f times a raised E would be above the floor. A row is
+   flagged if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
 
-       gradient of x = weight S B / sum S B        T = scale E B f / sum S B where S > 0, or 0 if that is at most `least` */
+       gradient of x = weight S B / sum S B      T = scale E B f / sum S B where S > 0; 0 if that is at most `least` */
 #pragma once
 #include "step.h"
 
@@ -13,7 +13,7 @@ typedef struct {
     int64_t first, last, shares; /* of this thread */
     int64_t step, count;         /* the first `count` rows are computed */
     int64_t rows, states, slots, sets, blocks, before;
-    const real *sums;            /* U (sets, blocks, count / sets, states / blocks); or B, of `before` rows, 1 in others */
+    const real *sums;            /* U (sets, blocks, count / sets, states / blocks); or B of `before` rows, else 1 */
     const real *x;               /* row q of a step is at x_at[q] + step states x_step; its entries are contiguous */
     const int64_t *x_at;
     int64_t x_step;
@@ -51,9 +51,7 @@ INLINE const real *sums_of(const Weigh *a, int64_t count, int64_t q, real *copy)
 }
 
 INLINE const real *x_of(const Weigh *a, int64_t q) { return a->x + a->x_at[q] + a->step * a->x_step; }
-INLINE real *state_of(const Weigh *a, int64_t q) {
-    return a->state + (a->step % a->slots * a->rows + q) * a->states;
-}
+INLINE real *state_of(const Weigh *a, int64_t q) { return a->state + (a->step % a->slots * a->rows + q) * a->states; }
 
 static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t c = a->states;
@@ -61,17 +59,17 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     real *s = state_of(a, q), top, factor, floor = (real)a->floor;
     const real *u = sums_of(a, a->count, q, s);
     reals high = splat(-INFINITE);
-    naturals least = (naturals){0} - 1, most = {0}, heaviest = {0};
+    naturals least = (naturals){0} - 1, most = {0}, peak = {0};
     for (int64_t j = 0; j < c; j += LANES) high = larger(high, vector_at(x, j, c, -INFINITE));
     top = largest(high), top = top == -INFINITE ? 0 : top;
     for (int64_t j = 0; j < c; j += LANES) {
         reals sum = vector_at(u, j, c, 0), product = sum * exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL);
         naturals bits = (naturals)sum - 1; /* 0 wraps around */
         least = __builtin_elementwise_min(least, bits), most = __builtin_elementwise_max(most, (naturals)sum);
-        heaviest = __builtin_elementwise_max(heaviest, (naturals)product);
+        peak = __builtin_elementwise_max(peak, (naturals)product);
         put_vector(s, j, c, product);
     }
-    natural low = __builtin_reduce_min(least), tall = __builtin_reduce_max(most), heavy = __builtin_reduce_max(heaviest);
+    natural low = __builtin_reduce_min(least), tall = __builtin_reduce_max(most), heavy = __builtin_reduce_max(peak);
     natural limit = (natural)bits_of((real)a->limit), infinite = (natural)bits_of(INFINITE); /* negative: larger */
     a->flagged[q] = tall >= infinite || heavy >= infinite || (low + 1 != 0 && low + 1 < limit);
     if (a->flagged[q]) return clear(c, s);
@@ -89,11 +87,9 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t c = a->states;
     const real *s = state_of(a, q), *x = x_of(a, q), *b;
     real *t = a->source + q * c, top = a->tops[place], *grad = a->grad ? a->grad + a->grad_at[q] + a->step * c : 0;
-    if (a->ends[q] > a->step + 1) b = sums_of(a, a->before, q, t);
-    else {
-        for (int64_t j = 0; j < c; j++) t[j] = 1;
-        b = t;
-    }
+    int last = a->ends[q] == a->step + 1;
+    for (int64_t j = 0; last && j < c; j++) t[j] = 1;
+    b = last ? t : sums_of(a, a->before, q, t);
     reals sum = {0};
     for (int64_t begin = 0; begin < c; begin += CHUNK) {
         reals part = {0};
@@ -102,7 +98,7 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
         sum += part;
     }
     double inverse = 1 / (double)total(sum);
-    real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * (double)a->factors[place] * a->scale);
+    real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * a->factors[place] * a->scale);
     a->inverse[q] = inverse;
     for (int64_t j = 0; j < c; j += LANES) {
         reals state = vector_at(s, j, c, 0), after = vector_at(b, j, c, 0), posterior = state * after;
