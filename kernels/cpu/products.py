@@ -15,7 +15,7 @@ class Arguments(ctypes.Structure):
     """`Weigh` of c/weigh.h, field by field."""
 
     _fields_ = [
-        *fields("first last shares step count rows states slots sets blocks before *sums *x *x_at x_step *ends"),
+        *fields("first last shares step count rows states slots slot sets blocks before *sums *x *x_at x_step *ends"),
         *((name, ctypes.c_double) for name in ("limit", "floor", "scale", "least")),
         *fields("spread *state *tops *factors *flagged *live *weight *inverse *source *grad *grad_at"),
     ]
@@ -29,7 +29,8 @@ class Steps(scaled.Steps, Pointing):
         chain, n, c = scan.chain, scan.n, scan.chain.c
         x = chain.x.to(chain.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
-        self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), sets=scan.sets.g), {}
+        self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), slot=state.stride(0)), {}
+        self.arguments.sets = scan.sets.g
         self.arguments.floor, self.arguments.spread = self.floor, self.spread
         self.arguments.scale, self.arguments.least = self.scale, self.least
         self.point(x=x, x_at=places(x, chain.batch)[scan.order].contiguous(), state=state, ends=scan.ends)

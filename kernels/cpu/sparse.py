@@ -149,9 +149,8 @@ class _Call(Pointing):
         own, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
         self.one, self.entries = steps == 1, math.prod(entries)
         self._sets = own.numel()
-        set_of = torch.arange(self._sets, device="cpu").view(own).expand(batch).flatten()
+        self._set_of = set_of = torch.arange(self._sets, device="cpu").view(own).expand(batch).flatten()
         order = torch.argsort(set_of, stable=True)
-        self._set_sizes = torch.bincount(set_of, minlength=self._sets)
         ends = torch.full((self.n,), chain.v) if chain.ends is None else chain.ends.expand(batch).flatten()
         at = (places(one, batch) for one in (x, p0, self.parameter))
         table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)[order].contiguous()
@@ -182,7 +181,7 @@ class _Call(Pointing):
         """
         if not whole_sets or self._sets == 1:
             return shared(self.n, self._work, most if whole_sets else None)
-        ends = [0, *self._set_sizes.cumsum(0).tolist()]
+        ends = [0, *torch.bincount(self._set_of, minlength=self._sets).cumsum(0).tolist()]
         return [(ends[first], ends[last]) for first, last in shared(self._sets, self._work)]
 
     def sums(self, threads: int) -> list[Tensor]:

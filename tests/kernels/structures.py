@@ -132,13 +132,10 @@ def weights_of(chain: Structured) -> Tensor:
 
 
 def answers(room: str, chain: Structured, weight: Tensor | None = None, needs=ALL) -> tuple[Walk, Gradients]:
-    """What forward and backward return; the log-partitions do not depend on what is kept, but for the order of sums."""
+    """What forward and backward return; the log-partitions do not depend on what is kept."""
     module = kernels(room, chain)
     walk, weight = module.forward(chain, True), torch.ones(chain.batch, dtype=F64) if weight is None else weight
-    # a BLAS may add in another order where memory is aligned otherwise
-    near = 4 * unit(chain.dtype) if isinstance(chain.pattern, Factors) else 0.0
-    again = module.forward(chain, False).log_norm
-    torch.testing.assert_close(again, walk.log_norm, rtol=0, atol=near, equal_nan=True)
+    assert torch.equal(module.forward(chain, False).log_norm.nan_to_num(0.5), walk.log_norm.nan_to_num(0.5))
     return walk, module.backward(chain, walk, weight, needs)
 
 

@@ -78,7 +78,7 @@ static void fill_backward_logs(const Scan *w, const Sequence *s) {
         fill_row(a->states, (operand)-INFINITE, output_row(w->a, a->log_backward, s, step));
 }
 
-/* Undoes the raising of emissions in a kept linear message: at a last step, no sum has told that it is negligible. */
+/* Undoes the raising of emissions in a kept linear message of a last step: no sum has been tested for it. */
 static void lower_raised(const Scan *w, const Sequence *s, int64_t step) {
     const operand *x = x_row(w->a, s->place, step);
     int64_t c = w->a->states;

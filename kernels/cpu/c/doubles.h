@@ -15,11 +15,6 @@ INLINE doubles choose(longs condition, doubles a, doubles b) {
 }
 
 INLINE int any_wide(longs a) { return __builtin_reduce_or(a) != 0; }
-INLINE double highest_of(doubles a) {
-    double highest = a[0];
-    UNROLL for (int l = 1; l < WIDE; l++) highest = a[l] > highest ? a[l] : highest;
-    return highest;
-}
 
 /* A vector of a row's entries, `step` apart, of which `left` remain; further lanes are `fill`. */
 typedef real Part __attribute__((vector_size(WIDE * sizeof(real))));

@@ -12,7 +12,7 @@
 typedef struct {
     int64_t first, last, shares; /* of this thread */
     int64_t step, count;         /* the first `count` rows are computed */
-    int64_t rows, states, slots, sets, blocks, before;
+    int64_t rows, states, slots, slot, sets, blocks, before;
     const real *sums;            /* U (sets, blocks, count / sets, states / blocks); or B of `before` rows, else 1 */
     const real *x;               /* row q of a step is at x_at[q] + step states x_step; its entries are contiguous */
     const int64_t *x_at;
@@ -20,7 +20,7 @@ typedef struct {
     const int64_t *ends;         /* (rows): number of steps */
     double limit, floor, scale, least;
     int64_t spread;              /* k of U may exceed that of U E by so much without a smaller f */
-    real *state;                 /* S (slots, rows, states); that of a step is in slot step % slots */
+    real *state;                 /* S (rows, states) of a step is in slot step % slots, of `slot` entries */
     real *tops, *factors;        /* (steps, rows): max x and f */
     uint8_t *flagged;            /* (rows) */
     const uint8_t *live;         /* (rows), backward: whether T is computed; 0 elsewhere */
@@ -51,7 +51,7 @@ INLINE const real *sums_of(const Weigh *a, int64_t count, int64_t q, real *copy)
 }
 
 INLINE const real *x_of(const Weigh *a, int64_t q) { return a->x + a->x_at[q] + a->step * a->x_step; }
-INLINE real *state_of(const Weigh *a, int64_t q) { return a->state + (a->step % a->slots * a->rows + q) * a->states; }
+INLINE real *state_of(const Weigh *a, int64_t q) { return a->state + a->step % a->slots * a->slot + q * a->states; }
 
 static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t c = a->states;
