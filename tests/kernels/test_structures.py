@@ -275,6 +275,21 @@ def test_detours_of_ten_million_nats_are_exact(room):
     assert room == "plain" or walk.kept[0].dtype == F64
 
 
+@DTYPES
+@pytest.mark.parametrize("name", ["arcs", "bands"])
+def test_masks_that_do_not_matter_stay_in_the_dtype(name, dtype):
+    """Potentials of -1e30 in some states give what -inf gives; a step without any possible state is impossible."""
+    chain = draw(KINDS[name], (3,), v=9, dtype=dtype)
+    mask = torch.zeros_like(chain.x, dtype=torch.bool)
+    mask[:, ::2, :2] = True
+    chain.x[2, 5] = -INF
+    masked, never = (replace(chain, x=chain.x.masked_fill(mask, low)) for low in (-1e30, -INF))
+    (walk, gradients), (wanted, truth) = answers("cpu", masked), answers("cpu", never)
+    assert walk.kept[0].dtype == dtype and walk.log_norm[2] == -INF
+    torch.testing.assert_close(walk.log_norm, wanted.log_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(flat(gradients), flat(truth))
+
+
 @LOG
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors_of_some_sequences_keep_near_dense_chains(name, log):

@@ -35,6 +35,7 @@ typedef struct {
     real top;             /* the largest exponent of the message */
     double level;         /* how far below the largest state those are, at least, whose exponents were beyond EXACT */
     int has_nan, inexact; /* an operand is no number; exponents beyond EXACT matter */
+    int careful;          /* see emit */
     int idle, waits;      /* there is nothing to compute; steps until rows are aligned again */
 } Sequence;
 
@@ -105,37 +106,53 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
     return any(bad);
 }
 
-/* A message from sums and x - less; `far`: some x is beyond NEAR. Returns the lanes with such an x, or with NaN. */
-INLINE wholes emit_by(const int far, Scan *w, Sequence *s, const operand *x, real less, Row kept, Emitted *found) {
+/* A message from sums and x - less. Returns the lanes with an x beyond NEAR, a NaN, or an exponent that is not exact,
+   which only a `careful` call takes right; it also finds the largest emission. */
+INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next_row, Row sums, Row message,
+                      Row kept, const operand *x, real before, real less, Emitted *found) {
     wholes strange = {0}, low = {0};
     reals top = splat(-INFINITE), most = splat(-INFINITE);
-    for (int64_t j = 0; j < w->a->states; j += LANES) {
-        reals a = read_some(x + j, 1, w->a->states - j, -INFINITE) - less;
-        __builtin_prefetch(x + w->next_row + j);
-        Split u = load_split(s->sums, j), e = exponential_split(a, far), b = settled(u.m * e.m, (u.e + e.e) - s->top);
-        strange |= is_far(a) | (a != a), low |= (b.e < (real)-EXACT) & (b.e > -INFINITE);
-        top = larger(b.e, top), most = larger(where(a > -INFINITE, e.e, a), most);
-        store_split(s->message, j, b);
-        if (kept.m) store_split(kept, j, b);
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals a = read_some(x + j, 1, c - j, -INFINITE);
+        if (careful) a -= less;
+        __builtin_prefetch(x + next_row + j);
+        Split u = load_split(sums, j), e = exponential_split(a, careful), b = settled(u.m * e.m, (u.e + e.e) - before);
+        strange |= is_far(a) | (a != a), low |= (b.e < (real)-EXACT) & (b.e > -INFINITE), top = larger(b.e, top);
+        if (careful) most = larger(where(a > -INFINITE, e.e, a), most);
+        store_split(message, j, b);
+        if (keep) store_split(kept, j, b);
     }
-    *found = (Emitted){largest(top), largest(most), any(low)};
-    return strange;
+    *found = (Emitted){largest(top), careful ? largest(most) : 0, any(low)};
+    return strange | low;
 }
 
-/* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. */
+/* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. A
+   step that needs care is followed by others. */
 INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
     const operand *x = x_row(w->a, s->place, step);
     Emitted found;
-    real less = -INFINITE;
-    if (any(emit_by(0, w, s, x, 0, kept, &found))) {
-        for (int64_t j = 0; j < w->a->states; j++)
-            s->has_nan |= !(x[j] < INFINITE), less = (real)x[j] > less ? (real)x[j] : less;
-        if (less < NEAR && less > -NEAR) less = 0;
-        emit_by(1, w, s, x, less, kept, &found), add(&s->shift, (double)less);
+    int64_t c = w->a->states, next = w->next_row;
+    Row sums = s->sums, to = s->message;
+    if (!s->careful && kept.m) s->careful = any(emit_by(0, 1, c, next, sums, to, kept, x, s->top, 0, &found));
+    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, kept, x, s->top, 0, &found));
+    if (s->careful) {
+        reals high = splat(-INFINITE);
+        wholes numbers = {0};
+        for (int64_t j = 0; j < c; j += LANES) {
+            reals a = read_some(x + j, 1, c - j, -INFINITE);
+            high = larger(a, high), numbers |= ~(a < INFINITE);
+        }
+        real less = largest(high);
+        s->has_nan |= any(numbers);
+        if (less < NEAR && (less > -NEAR || less == -INFINITE)) less = 0;
+        wholes strange = emit_by(1, kept.m != 0, c, next, sums, to, kept, x, s->top, less, &found);
+        add(&s->shift, (double)less);
+        s->level += (double)found.most + (double)w->matrix.top + BITS_OF_TERMS;
+        s->careful = any(strange) || s->level > -__builtin_inf();
     }
-    s->taken += (double)s->top, s->top = found.top > -INFINITE ? found.top : 0;
-    s->level += (double)found.most + (double)w->matrix.top + BITS_OF_TERMS - (double)s->top;
+    s->taken += (double)s->top, s->top = found.top > -INFINITE ? found.top : 0, s->level -= (double)s->top;
     if (found.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
+    s->careful |= found.low;
     s->inexact |= s->level > -BITS || s->top > (real)EXACT;
 }
 
@@ -153,16 +170,19 @@ static real top_of_products(const Scan *w, const Sequence *s) {
 
 /* Posteriors of a step from S and the sums B; returns the sum of S B over 2^whole. */
 static double write_posteriors(const Scan *w, const Sequence *s, operand *out) {
-    reals sum = {0};
-    for (int64_t j = 0; j < w->a->states; j += LANES) {
-        Split forward = load_split(s->kept, j), b = load_split(s->sums, j);
-        __builtin_prefetch(s->kept.m + j - w->width), __builtin_prefetch(s->kept.e + j - w->width);
+    reals total_of = {0};
+    Row kept = s->kept, sums = s->sums;
+    real shift = s->counting.shift, share = s->counting.share;
+    int64_t c = w->a->states, width = w->width;
+    for (int64_t j = 0; j < c; j += LANES) {
+        Split forward = load_split(kept, j), b = load_split(sums, j);
+        __builtin_prefetch(kept.m + j - width), __builtin_prefetch(kept.e + j - width);
         b = settled(b.m, b.e);
-        reals both = forward.m * b.m * bounded_power((forward.e + b.e) + s->counting.shift);
-        sum += both;
-        if (out) write_some(out + j, both * s->counting.share, w->a->states - j);
+        reals both = forward.m * b.m * bounded_power((forward.e + b.e) + shift);
+        total_of += both;
+        if (out) write_some(out + j, both * share, c - j);
     }
-    return (double)total(sum);
+    return (double)total(total_of);
 }
 
 INLINE double weight_of(const Exact *a, const Sequence *s) { return a->weight ? a->weight[s->place->index] : 1; }

@@ -53,16 +53,19 @@ INLINE void copy_some(operand *to, const operand *from, int64_t left) {
 
 /* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. */
 INLINE reals read_some(const operand *from, int64_t step, int64_t left, real fill) {
-    Operands a = __builtin_convertvector(splat(fill), Operands);
-    if (step == 1 && left >= LANES) __builtin_memcpy(&a, from, sizeof a);
-    else if (step == 1) copy_some((operand *)&a, from, left);
-    else for (int l = 0; l < LANES && l < left; l++) a[l] = from[l * step];
-    return __builtin_convertvector(a, reals);
+    Operands whole, some = __builtin_convertvector(splat(fill), Operands);
+    if (step == 1 && left >= LANES) {
+        __builtin_memcpy(&whole, from, sizeof whole); /* not in memory: loads would wait for stores */
+        return __builtin_convertvector(whole, reals);
+    }
+    if (step == 1) copy_some((operand *)&some, from, left);
+    else for (int l = 0; l < LANES && l < left; l++) some[l] = from[l * step];
+    return __builtin_convertvector(some, reals);
 }
 INLINE void write_some(operand *to, reals a, int64_t left) {
-    Operands written = __builtin_convertvector(a, Operands);
-    if (left >= LANES) __builtin_memcpy(to, &written, sizeof written);
-    else copy_some(to, (const operand *)&written, left);
+    Operands whole = __builtin_convertvector(a, Operands), some = whole;
+    if (left >= LANES) __builtin_memcpy(to, &whole, sizeof whole);
+    else copy_some(to, (const operand *)&some, left);
 }
 
 /* Lanes that are no weights: NaN, or below 0 without being logarithms. */
