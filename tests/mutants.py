@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant("exponents that are not exact do not matter", C + "exact_step.h",
            "    s->inexact |= s->level > -BITS || s->top > (real)EXACT;\n", "", STRUCTURES),
     Mutant("a step without states is NaN after a mask", C + "exact_step.h", " || less == -INFINITE", "",
-           "tests/kernels/test_structures.py -k masks"),
+           "tests/test_marginals.py -k masks"),
     Mutant("masks that do not matter are computed in float64", C + "exact_step.h", "s->level > -BITS ||",
            "s->level > -__builtin_inf() ||", "tests/kernels/test_structures.py -k masks"),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",

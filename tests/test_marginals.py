@@ -1,5 +1,6 @@
 """Posteriors, messages, entropy and divergence: against sums over all paths, and where large numbers cancel."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -166,3 +167,13 @@ def test_a_filter_of_millions_of_nats(each):
     # which differences of messages miss
     messages = logchain.forward_backward(x, bulk, torch.full((c,), 1 / c)).forward.softmax(-1)
     assert np.abs(messages.view(-1, 10, c).double().numpy() - exact).max() > 0.05
+
+
+def test_messages_through_masks_and_a_step_without_states():
+    """Potentials of -1e30 leave the range in which exponents are exact, and a step after that has no possible state."""
+    x = torch.zeros(2, 6, 3)
+    x[:, 1, 0], x[:, 2, 1], x[0, 4] = -1e30, -2e30, -math.inf
+    found = logchain.forward_backward(x, torch.ones(1, 3, 3), torch.ones(3), lengths=torch.tensor([6, 5]))
+    assert (found[0][0, 4:] == -math.inf).all() and (found[1][0, :4] == -math.inf).all()
+    assert not any(part.isnan().any() for part in found)
+    torch.testing.assert_close(found[2], torch.tensor([-math.inf, math.log(2 * 2 * 3**3)]))
