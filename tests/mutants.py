@@ -44,6 +44,7 @@ MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
 FACTORS = "tests/kernels/test_factor_search.py"
 FAR = "tests/kernels/test_structures.py -k paths_far_below"
 STRUCTURES = "tests/kernels/test_structures.py -k 'arcs or bands or sizes'"
+BEST = "tests/kernels/test_structures.py -k 'lowest or known'"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -153,6 +154,12 @@ MUTANTS = [
            "tests/test_marginals.py -k masks"),
     Mutant("masks that do not matter are computed in float64", C + "exact_step.h", "s->level > -BITS ||",
            "s->level > -__builtin_inf() ||", "tests/kernels/test_structures.py -k masks"),
+    *(Mutant(name, C + "best.h", old, new, BEST) for name, old, new in (
+        ("equal paths pass any state", " | ((b.value == a.value) & (b.from < a.from))", ""),
+        ("the last row of arcs of a state counts", "if (!(best.value[l] > to[j] ||", "if (!(to[j] == to[j] ||"),
+        ("a best path has infinite potentials", "bad |= ~(a < INFINITE), high", "bad |= a != a, high"),
+        ("best paths go on after the end", "unknown || row[state] == -INFINITE ? 0 : place->steps", "a->steps"),
+    )),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
            "where(denormal, splat(0), a)", STRUCTURES),
     Mutant("counts of neighbors go to the first of them", C + "exact.h", " && a->counts == b->counts;", ";",

@@ -38,7 +38,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = fields(
         "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
         " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
-        " *counts *grad_weights counts_step *grad_p0 *room *dense"
+        " *counts *grad_weights counts_step *grad_p0 *paths *room *dense"
     )
 
 
@@ -110,6 +110,15 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     if grad_p0 is not None:
         grad_p0 = grad_p0.view(*chain.batch, c).sum_to_size(chain.p0.shape)
     return _rounded(Gradients(grad_x, (weights,) if needs[1] else None, grad_p0), chain.dtype)
+
+
+def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
+    """The best paths int64 [*B, v], see `structured.paths`, and whether sequences hold NaN or +inf."""
+    call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
+    log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+    call.point(paths=states, log_norm=log_norm)
+    call.run("best", call.spans())
+    return states, log_norm.isnan()
 
 
 def _rounded(gradients: Gradients, dtype: torch.dtype) -> Gradients:

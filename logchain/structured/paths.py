@@ -5,20 +5,25 @@ Best paths are traced back through the messages m of a forward pass in the arith
     m_0 = log p0 + x_0              m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
     z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)
 
-and paths are drawn likewise from log messages. All is float64.
+and paths are drawn likewise from log messages. All is float64, but for best paths over bands and arcs on a CPU.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
+from ..kernels import arithmetic_on, in_c, structured_kernels
 from ..kernels.plain.semiring import log_weights
+from ..kernels.structured import Factors, Structured
 from ..transitions import LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
 from .walk import Message, messages
+
+BestPaths = Callable[[Structured], tuple[Tensor, Tensor]]
 
 
 def log_weight(operands: Operands, states: Tensor) -> Tensor:
@@ -60,6 +65,12 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
     States are -1 behind a sequence's end, of impossible and of unknown sequences.
     """
+    chain = operands.chain()
+    module = structured_kernels(chain) if in_c(chain.x) else None
+    if module is not None and not isinstance(chain.pattern, Factors):
+        best: BestPaths = module.best_paths
+        with arithmetic_on(chain.x):
+            return best(chain)
     steps = Steps(operands.detached())
     walked, pointers = best_walk(steps)
     weight, state = walked[-1].values.max(-1)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logchain.kernels.cpu import arguments, team
+from logchain import reference
+from logchain.kernels.cpu import arguments, sparse, team
 from logchain.kernels.cpu import products as cpu_products
 from logchain.kernels.plain import products as plain_products
 from logchain.kernels.plain import scaled
@@ -288,6 +289,39 @@ def test_masks_that_do_not_matter_stay_in_the_dtype(name, dtype):
     assert walk.kept[0].dtype == dtype and walk.log_norm[2] == -INF
     torch.testing.assert_close(walk.log_norm, wanted.log_norm, rtol=1e-6, atol=0)
     torch.testing.assert_close(flat(gradients), flat(truth))
+
+
+@DTYPES
+@pytest.mark.parametrize("steps", [1, 8])
+def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):
+    """Of whole numbers, whose sums are exact; also where a state has more arcs than a row."""
+    shapes = structures.bands(41, 3, -2, 0, 40, 1, -1, 2, 5, 7), structures.bands(5, 1), structures.random_arcs(37)
+    for kind in (*shapes, structures.arcs(210, hub(200)), structures.arcs(3, [])):
+        drawn = draw(kind, (2, 3), (2, 1), v=9, steps=steps, log=True, dtype=dtype, zeros=0.1, ends=True)
+        whole = [one.round() for one in (drawn.x, *drawn.parameters, drawn.p0)]
+        chain = replace(drawn, x=whole[0], parameters=tuple(whole[1:-1]), p0=whole[-1])
+        matrices = structures.dense(chain.pattern, [chain.parameters[0].double().flatten(0, 2)], chain.c)
+        dense = [one.double().numpy() for one in (chain.x, matrices.view(2, 1, steps, *2 * [chain.c]), chain.p0)]
+        wanted = reference.viterbi(*dense, log_params=True, lengths=chain.ends.numpy())
+        states, unknown = sparse.best_paths(chain)
+        assert not unknown.any() and (states == torch.from_numpy(wanted.states)).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["arcs", "bands"])
+def test_no_path_is_known_where_a_number_is_infinite_or_none(name, dtype):
+    chain = draw(KINDS[name], (4,), (4,), steps=4, dtype=dtype)
+    states, _ = sparse.best_paths(chain)
+    for number in (NAN, INF):
+        for operand in (chain.x[:, 4], chain.parameters[0][:, 3], chain.p0):
+            operand, restored = operand.flatten(1), operand.flatten(1)[:, 0].clone()
+            operand[1, 0] = number
+            found, unknown = sparse.best_paths(chain)
+            assert unknown.tolist() == [False, True, False, False] and (found[1] == -1).all()
+            assert torch.equal(found[2:], states[2:])
+            operand[:, 0] = restored
+    chain.parameters[0][0, 0] = -1.0
+    assert sparse.best_paths(chain)[1].tolist() == [True, False, False, False]
 
 
 @LOG

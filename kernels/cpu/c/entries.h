@@ -48,6 +48,7 @@ typedef struct {
     operand *grad_weights;                           /* a matrix a step: likewise, each step's `counts_step` further */
     int64_t counts_step;
     double *grad_p0;                                 /* (n, c) or null */
+    int64_t *paths;                                  /* (n, v): states of best paths, see best.h */
     char *room;                                      /* scratch; null asks for its size, see Room */
     const Chain *dense;                              /* of dense chains all but weights is read and written here */
 } Exact;
@@ -74,6 +75,7 @@ typedef struct {
     reals tops;           /* the largest exponents, and of these the largest */
     real top;
     int backward, has_nan, is_near;
+    int as_logs;          /* entries.m are finite logarithms, for best.h, or else `has_nan` */
 } Matrix;
 
 /* Entries that are counted while they are summed: S P T / Z times 2^(LIFT + OWN_LIFT), without the mantissas of P.
@@ -124,6 +126,11 @@ INLINE reals read_lanes(const operand *from, Lanes at, real fill) {
 }
 
 INLINE void read_entry(const Exact *a, Matrix *m, int64_t entry, reals weights) {
+    if (m->as_logs) {
+        m->has_nan |= any(is_no_weight(weights, (int)a->logarithms) | (weights == INFINITE));
+        store(m->entries.m + entry * LANES, a->logarithms ? weights : logarithms(weights));
+        return;
+    }
     Split weight = weight_split(weights, (int)a->logarithms);
     m->has_nan |= any(is_no_weight(weights, (int)a->logarithms));
     store_split(m->entries, entry * LANES, weight), m->tops = larger(weight.e, m->tops);

@@ -1,3 +1,4 @@
 /* Exact scans in float64. */
 #define BITS 64
+#include "best.h"
 #include "recompute.h"

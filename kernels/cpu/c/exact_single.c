@@ -1,3 +1,3 @@
 /* Exact scans in float32. */
 #define BITS 32
-#include "exact.h"
+#include "best.h"
