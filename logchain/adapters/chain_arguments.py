@@ -1,9 +1,7 @@
-"""The arguments that every adapter returns, and helpers of adapters."""
+"""The arguments that every adapter returns."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..transitions import Transition
@@ -25,15 +23,3 @@ class ChainArguments(NamedTuple):
     p0: Tensor
     log_params: bool = False
     lengths: Tensor | None = None
-
-
-def check_attributes(name: str, value: object, expected: str, *attributes: str) -> None:
-    """Check that an object of another package has the attributes that its adapter reads."""
-    missing = [attribute for attribute in attributes if not hasattr(value, attribute)]
-    if missing:
-        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} without {', '.join(missing)}")
-
-
-def float64(array: Any) -> Tensor:
-    """A float64 tensor with a copy of an array."""
-    return torch.from_numpy(np.array(array, np.float64))

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters.chain_arguments import float64
 from .emissions.categorical import Categorical
 from .emissions.gaussian import Gaussian
 from .emissions.input_layer import InputLayer
@@ -17,6 +16,7 @@ from .hmmlearn_priors import (
     as_array,
     broadcast,
     counts_of_dirichlet,
+    float64,
     gaussian_priors,
     mixture_priors,
     options_of_gaussian,

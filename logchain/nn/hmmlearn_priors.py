@@ -13,10 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters.chain_arguments import float64
 from .emissions.gaussian import Gaussian
 
 Prior = float | Tensor
+
+
+def float64(array: Any) -> Tensor:
+    """A float64 tensor with a copy of an array."""
+    return torch.from_numpy(np.array(array, np.float64))
 
 
 def counts_of_dirichlet(model: Any, name: str, weights: str, *, keep_zeros: bool = False) -> Tensor:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import ChainArguments
-from ..adapters.pytorch_crf import check_crf, with_end
 from ..arguments import (
     check_choice,
     check_device,
@@ -14,6 +13,7 @@ from ..arguments import (
     check_has_values,
     check_integers,
     check_is_tensor,
+    check_tensor,
 )
 from ..log_prob import log_prob
 from ..marginals import marginals
@@ -301,12 +301,12 @@ class LinearChainCRF(nn.Module):
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
         if torch._C._get_tracing_state() is not None:
             raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.trace")
-        check_crf(emissions, mask, self.num_tags, self.batch_first)
+        _check(emissions, mask, self.num_tags, self.batch_first)
         check_device("emissions", emissions, self.transitions)
         if not self.batch_first:
             emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
         unmasked = sequences(mask, self.strict_mask)
-        x = with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
+        x = _with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
         # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
         return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
@@ -329,6 +329,33 @@ class LinearChainCRF(nn.Module):
     def _as_given(self, values: Tensor) -> Tensor:
         """Values (n, v, ...) as (n, v, ...) or (v, n, ...), whichever layout the emissions have."""
         return values if self.batch_first else values.transpose(0, 1)
+
+
+def _check(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool) -> None:
+    """Check the kinds and sizes of emissions and mask, in the layer's layout."""
+    check_tensor("emissions", emissions, 3)
+    if emissions.dim() != 3 or emissions.shape[-1] != c:
+        axes = "n, v" if batch_first else "v, n"
+        raise ValueError(f"emissions: expected shape [{axes}, {c}], got {list(emissions.shape)}")
+    if emissions.shape[int(batch_first)] < 1:
+        raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
+    if mask is None:
+        return
+    check_is_tensor("mask", mask)
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"mask: expected bool or integers, got {str(mask.dtype)[6:]}")
+    if mask.shape != emissions.shape[:2]:
+        raise ValueError(f"mask: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
+    check_device("mask", mask, emissions)
+
+
+def _with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
+    """Emissions (n, v, c), float32 at least, plus the end transitions (c) at the last variable of each sequence."""
+    v = emissions.shape[1]
+    steps = torch.arange(1, v + 1, device=emissions.device)
+    last = steps == (v if lengths is None else lengths[:, None])  # (v) or (n, v)
+    emissions = emissions.to(torch.promote_types(emissions.dtype, torch.float32))
+    return emissions + torch.where(last[..., None], end, 0.0)
 
 
 def _lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:

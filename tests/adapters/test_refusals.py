@@ -1,29 +1,9 @@
-"""What `logchain.adapters` refuses, whether or not the packages are there, and that the argument is named."""
+"""What `logchain.adapters` refuses, and that the argument is named."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 
 from logchain import adapters
-
-
-def bernoulli(steps):
-    emission = torch.distributions.Bernoulli(torch.full((2,), 0.5))
-    return SimpleNamespace(
-        initial_logits=torch.zeros(2), transition_logits=torch.zeros(steps, 2, 2), observation_dist=emission
-    )
-
-
-def pytorch_crf(emissions, mask=None):
-    zeros = torch.zeros(2)
-    parameters = {"start_transitions": zeros, "end_transitions": zeros, "transitions": torch.zeros(2, 2)}
-    return adapters.from_pytorch_crf(SimpleNamespace(**parameters, batch_first=True), emissions, mask)
-
-
-def crf_mask(mask):
-    return pytorch_crf(torch.zeros(1, 3, 2), torch.tensor(mask))
 
 
 def ctc(**others):
@@ -39,28 +19,6 @@ def arcs(rows, *others):
     return adapters.from_arcs(torch.zeros(5, 4), torch.tensor(rows), torch.zeros(len(rows)), *others)
 
 
-class Flat:
-    startprob_, transmat_ = [1.0], [[1.0]]
-
-    def _compute_log_likelihood(self, samples):
-        return np.zeros((len(samples), 1))
-
-
-PACKAGES = [
-    (lambda: adapters.from_torch_struct(torch.zeros(5, 3, 2)), ValueError, r"crf: expected .* got \[5, 3, 2\]"),
-    (lambda: adapters.from_pyro(object(), torch.zeros(3)), TypeError, "hmm: expected a pyro DiscreteHMM, got object"),
-    (lambda: adapters.from_pyro(bernoulli(4), torch.tensor(1.0)), ValueError, r"value: expected observations \[..., v"),
-    (lambda: adapters.from_pyro(bernoulli(4), torch.zeros(5)), ValueError, "value: expected 4 steps.* got 5"),
-    (lambda: adapters.from_hmmlearn(object(), [[1]]), TypeError, "model: expected a fitted model.* startprob_"),
-    (lambda: adapters.from_hmmlearn(Flat(), [1, 2]), ValueError, r"X: expected \[samples, features\], got \[2\]"),
-    (lambda: adapters.from_hmmlearn(Flat(), [[1], [2]], [1]), ValueError, "lengths: .* 2 samples"),
-    (lambda: adapters.from_hmmlearn(Flat(), [[1], [2]], 2), TypeError, "lengths: expected integers, one .* got 2"),
-    (lambda: adapters.from_pytorch_crf(None, torch.zeros(1, 2, 2)), TypeError, "crf: expected a torchcrf CRF"),
-    (lambda: pytorch_crf(torch.zeros(1, 2, 3)), ValueError, r"emissions: .*\[n, v, 2\]"),
-    (lambda: crf_mask([[True, False, True]]), ValueError, "mask: .* hole"),
-    (lambda: crf_mask([[False, False, False]]), ValueError, "mask: .* at least one"),
-    (lambda: adapters.from_statsmodels(1), TypeError, "results: .*without order, regime_transition"),
-]
 CTC = [
     (lambda: ctc(log_probs=torch.zeros(2, 3, 4, 5)), ValueError, r"log_probs: expected \[T, N, C\] .* got \[2, 3, 4"),
     (lambda: ctc(targets=torch.ones(1, 2, 3).long()), ValueError, r"targets: expected \[N, S\] .* got \[1, 2, 3\]"),
@@ -91,7 +49,7 @@ ARCS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), PACKAGES + CTC + ARCS)
+@pytest.mark.parametrize(("call", "error", "message"), CTC + ARCS)
 def test_wrong_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
