@@ -429,14 +429,10 @@ class HMM(torch.nn.Module):
 
         Returns:
             An `HMM`. Its data are `[*B, v, d]` as hmmlearn's samples are `[samples, d]`, but categories are `[*B, v]`.
-            Its priors come along, so that `fit` takes its steps, with two exceptions where its formula has no maximum:
-            a number as `covars_prior` of "full" or "tied" covariances is that times the identity, and `lambdas_prior`
-            is weighed against the observations of the state. Nothing stands for `min_covar`, which only serves where
-            it initialises.
+            Its priors are not read: pass those that are wanted to the parts of an `HMM`.
 
         Raises:
             TypeError: the model is another, or not fitted.
-            ValueError: a prior has another shape, or a Dirichlet's parameter is less than 1.
 
         >>> from types import SimpleNamespace
         >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # stands for hmmlearn's
@@ -447,21 +443,6 @@ class HMM(torch.nn.Module):
         from .hmmlearn_models import from_hmmlearn
 
         return from_hmmlearn(model)
-
-    def to_hmmlearn(self) -> Any:
-        """The model of hmmlearn with the same parameters and priors.
-
-        Returns:
-            A fitted model, whose samples are `[samples, d]`, with d = 1 for numbers. Priors of 0 stay 0,
-            where hmmlearn's own default is `covars_prior=0.01`.
-
-        Raises:
-            ValueError: hmmlearn has no such emission, prior, initial distribution or transitions.
-            ImportError: hmmlearn is not installed.
-        """
-        from .hmmlearn_models import to_hmmlearn
-
-        return to_hmmlearn(self)
 
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""

@@ -216,6 +216,7 @@ def crf(n: int = 32, v: int = 128, c: int = 20) -> Iterator[Comparison]:
 
 def hmm(n: int = 200, v: int = 50, c: int = 50, iterations: int = 50) -> Iterator[Comparison]:
     """Expectation maximization of Gaussian emissions, from equal parameters and without priors."""
+    from hmmlearn.hmm import GaussianHMM
     from pomegranate.distributions import Normal
     from pomegranate.hmm import DenseHMM
 
@@ -223,15 +224,19 @@ def hmm(n: int = 200, v: int = 50, c: int = 50, iterations: int = 50) -> Iterato
     data = nn.HMM(c, "gaussian", generator=generator).sample(n, v, generator=generator).data
     start = nn.HMM(c, "gaussian", generator=generator)
     start.initialise(data, generator=generator)
+    with torch.no_grad():
+        weights = [part.double().softmax(-1).numpy() for part in (start.initial(), start.transition()[0])]
+        moments = [part.double()[:, None].numpy() for part in (start.emission.means, start.emission.covariance())]
 
     def ours(iterations: int = iterations) -> float:
         fit = copy.deepcopy(start).fit(data, restarts=0, max_iterations=iterations, tolerance=-math.inf)
         return fit.history[-2]
 
     def hmmlearn() -> float:
-        model = start.to_hmmlearn()
         options = {"covars_prior": 0, "covars_weight": 1, "min_covar": 0, "init_params": ""}
-        model.set_params(n_iter=iterations, implementation="scaling", **options)
+        model = GaussianHMM(c, n_iter=iterations, implementation="scaling", **options)
+        model.startprob_, model.transmat_ = weights
+        model.means_, model.covars_ = moments
         model.monitor_.n_iter, model.monitor_.tol = iterations, -math.inf
         model.fit(data.double().view(-1, 1).numpy(), [v] * n)
         return model.monitor_.history[-1]
