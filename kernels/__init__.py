@@ -171,3 +171,8 @@ def structured_kernels(chain: Structured) -> ModuleType | None:
     kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors"}
     kind = kinds.get(type(chain.pattern))
     return None if kind is None else _module(kind, chain.x)
+
+
+def exact_kernels(chain: Structured) -> ModuleType | None:
+    """The module of the exact scan of bands and arcs in C; None for others, and on other devices."""
+    return load("cpu.sparse") if in_c(chain.x) and type(chain.pattern) in (tuple, Arcs) else None

@@ -10,6 +10,7 @@ from .arguments import Lengths, check_lengths, check_question
 from .schedules.packed import Packed
 from .stream import Stream, StreamUpdate
 from .streams.structures import steps_between, steps_of
+from .structured import messages
 from .structured.question import Question
 from .transitions import Transition
 
@@ -73,7 +74,7 @@ def filtered(
     if isinstance(bulk, Transition):
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "filtered")
         x, bulk, p0, ends, _ = question.operands
-        states, log_norm = _filtered(x, bulk, p0, ends, log_params)
+        states, log_norm = messages.filtered(question.operands) or _filtered(x, bulk, p0, ends, log_params)
         return Filtered(question.by_row(states, 1), log_norm)
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)

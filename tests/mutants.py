@@ -162,6 +162,13 @@ MUTANTS = [
     )),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
            "where(denormal, splat(0), a)", STRUCTURES),
+    *(Mutant(name, C + file, old, new, "tests/kernels/test_structures.py -k 'messages and level'")
+      for name, file, old, new in (
+        ("backward messages of structures hold their emissions", "exact.h",
+         "write_whole_logs(w, s, s->sums, a->log_backward", "write_whole_logs(w, s, s->message, a->log_backward"),
+        ("messages lack potentials that were taken out", "dense_rows.h", "Sum shift = s->shift;", "Sum shift = {0};"),
+        ("filtered posteriors lack the sum of a step", "dense_rows.h", "(real)(1 / sum) : 0;", "(real)1 : 0;"),
+    )),
     Mutant("counts of neighbors go to the first of them", C + "exact.h", " && a->counts == b->counts;", ";",
            table(f"{VALUES} and cpu-marginals-detour2")),
     Mutant("exact posteriors ignore the scale of their step", C + "exact_step.h", "s->counting.shift = -top;",

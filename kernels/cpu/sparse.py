@@ -38,7 +38,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = fields(
         "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
         " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
-        " *counts *grad_weights counts_step *grad_p0 *paths *room *dense"
+        " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths *room *dense"
     )
 
 
@@ -110,6 +110,31 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     if grad_p0 is not None:
         grad_p0 = grad_p0.view(*chain.batch, c).sum_to_size(chain.p0.shape)
     return _rounded(Gradients(grad_x, (weights,) if needs[1] else None, grad_p0), chain.dtype)
+
+
+def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Forward and backward messages [*B, v, c] as logarithms, -inf after sequences' ends, and log-partitions [*B].
+
+    They are computed in float64. None: there are exponents beyond 2^53 that matter.
+    """
+    call = _Call(replace(chain, dtype=torch.float64))
+    log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+    into, out = (torch.full(chain.x.shape, -math.inf, dtype=torch.float64, device="cpu") for _ in range(2))
+    call.point(log_forward=into, log_norm=log_norm)
+    inexact = call.run("exact_forward", call.spans())
+    call.point(log_backward=out, log_norm=None)
+    return None if inexact or call.run("exact_backward", call.spans()) else (into, out, log_norm)
+
+
+def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
+    """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B].
+
+    None: there are exponents that matter and are not exact in the dtype.
+    """
+    call, log_norm = _Call(chain), torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+    states = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu")
+    call.point(filtered=states, log_norm=log_norm)
+    return None if call.run("exact_forward", call.spans()) else (states, log_norm)
 
 
 def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,13 @@
-"""The forward and backward messages of a chain of structures, as natural logarithms, by steps that autograd follows."""
+"""The forward and backward messages of a chain of structures: in C, or by steps that autograd follows."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from ..kernels import arithmetic_on, exact_kernels
 from ..kernels.plain.semiring import shifted
+from ..operands import differentiated
 from ..transitions import LOG
 from . import walk
 from .operands import Operands, Steps
@@ -16,6 +18,13 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     All are computed in float64, and of the dtype of the arithmetic.
     """
+    chain = operands.chain()
+    module = None if differentiated(*operands.tensors) else exact_kernels(chain)
+    if module is not None:
+        with arithmetic_on(chain.x):
+            found = module.messages(chain)
+        if found is not None:
+            return tuple(each.to(operands.dtype) for each in found)
     steps = Steps(operands)
     ahead, behind = torch.stack([message.logs for message in walk.messages(steps)]), _backward(steps)
     log_norm = steps.sets.batched(LOG.sum(ahead[-1], -1))
@@ -24,6 +33,17 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
         ahead, behind = (torch.where(inside, each, -math.inf) for each in (ahead, behind))
     first, second = (steps.by_step(each).to(operands.dtype) for each in (ahead, behind))
     return first, second, log_norm.to(operands.dtype)
+
+
+def filtered(operands: Operands) -> tuple[Tensor, Tensor] | None:
+    """Forward messages [*B, v, c] with sum 1, or 0 if impossible, and the log-partition [*B], where C computes them."""
+    chain = operands.chain()
+    module = None if differentiated(*operands.tensors) else exact_kernels(chain)
+    if module is None:
+        return None
+    with arithmetic_on(chain.x):
+        found = module.filtered(chain)
+    return None if found is None else tuple(each.to(operands.dtype) for each in found)
 
 
 def _backward(steps: Steps) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
-from ..kernels import arithmetic_on, in_c, structured_kernels
+from ..kernels import arithmetic_on, exact_kernels
 from ..kernels.plain.semiring import log_weights
-from ..kernels.structured import Factors, Structured
+from ..kernels.structured import Structured
 from ..transitions import LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
@@ -66,8 +66,8 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
     States are -1 behind a sequence's end, of impossible and of unknown sequences.
     """
     chain = operands.chain()
-    module = structured_kernels(chain) if in_c(chain.x) else None
-    if module is not None and not isinstance(chain.pattern, Factors):
+    module = exact_kernels(chain)
+    if module is not None:
         best: BestPaths = module.best_paths
         with arithmetic_on(chain.x):
             return best(chain)

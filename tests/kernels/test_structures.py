@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -291,17 +292,43 @@ def test_masks_that_do_not_matter_stay_in_the_dtype(name, dtype):
     torch.testing.assert_close(flat(gradients), flat(truth))
 
 
+def with_dense(kind, **options):
+    """A chain of sequences of different lengths, and its operands with dense matrices."""
+    chain = draw(kind, (2, 3), (2, 1), log=True, zeros=0.1, ends=True, **options)
+    matrices = structures.dense(chain.pattern, [chain.parameters[0].double().flatten(0, 2)], chain.c)
+    steps = chain.parameters[0].shape[2]
+    return chain, [chain.x.double(), matrices.view(2, 1, steps, chain.c, chain.c), chain.p0.double()]
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [1.0, 300.0, 1e5])
+def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level):
+    """In each entry, however far below the others."""
+    for kind in (structures.bands(19, 0, 2, -1, 18), structures.random_arcs(37), structures.arcs(3, [])):
+        for steps in (1, 5):
+            chain, dense = with_dense(kind, v=6, steps=steps, dtype=dtype, scale=scale)
+            lengths = chain.ends.numpy()
+            wanted = reference.forward_backward(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
+            found, near = sparse.messages(chain), 1e-13 * (1 + scale)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, torch.from_numpy(np.asarray(other)), rtol=1e-15, atol=near)
+            states, log_norm = sparse.filtered(chain)
+            assert states.dtype == dtype
+            shares = found[0].softmax(-1).nan_to_num(0.0)
+            torch.testing.assert_close(states.double(), shares, rtol=0, atol=1e-5 if dtype == F32 else near)
+            torch.testing.assert_close(log_norm, found[2], rtol=1e-6 if dtype == F32 else 1e-15, atol=near)
+
+
 @DTYPES
 @pytest.mark.parametrize("steps", [1, 8])
 def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):
     """Of whole numbers, whose sums are exact; also where a state has more arcs than a row."""
     shapes = structures.bands(41, 3, -2, 0, 40, 1, -1, 2, 5, 7), structures.bands(5, 1), structures.random_arcs(37)
     for kind in (*shapes, structures.arcs(210, hub(200)), structures.arcs(3, [])):
-        drawn = draw(kind, (2, 3), (2, 1), v=9, steps=steps, log=True, dtype=dtype, zeros=0.1, ends=True)
-        whole = [one.round() for one in (drawn.x, *drawn.parameters, drawn.p0)]
-        chain = replace(drawn, x=whole[0], parameters=tuple(whole[1:-1]), p0=whole[-1])
-        matrices = structures.dense(chain.pattern, [chain.parameters[0].double().flatten(0, 2)], chain.c)
-        dense = [one.double().numpy() for one in (chain.x, matrices.view(2, 1, steps, *2 * [chain.c]), chain.p0)]
+        chain, dense = with_dense(kind, v=9, steps=steps, dtype=dtype)
+        for operand in (chain.x, *chain.parameters, chain.p0):
+            operand.round_()
+        dense = [one.round().numpy() for one in dense]
         wanted = reference.viterbi(*dense, log_params=True, lengths=chain.ends.numpy())
         states, unknown = sparse.best_paths(chain)
         assert not unknown.any() and (states == torch.from_numpy(wanted.states)).all()

@@ -1,4 +1,5 @@
-/* What exact scans of dense chains read and write at a step: rows of `Chain`, in its layout. */
+/* Messages that exact scans write as logarithms or divided by their sums, and what those of dense chains read and write
+   at a step: rows of `Chain`, in its layout. */
 #pragma once
 #include "exact_step.h"
 #include "scale.h"
@@ -28,6 +29,16 @@ static void write_whole_logs(const Scan *w, const Sequence *s, Row row, operand 
     write_logs(w, s, row, 0, shift, out);
 }
 
+/* The message of a step divided by its sum. */
+static void write_shares(const Scan *w, const Sequence *s, operand *out) {
+    double sum = sum_of_split_row(w->width, s->message, s->top);
+    real share = s->has_nan ? (real)__builtin_nan("") : sum > 0 ? (real)(1 / sum) : 0;
+    for (int64_t j = 0; j < w->a->states; j += LANES) {
+        Split b = load_split(s->message, j);
+        write_some(out + j, b.m * power(b.e - s->top) * share, w->a->states - j);
+    }
+}
+
 /* A message that leaves: logarithms of a row over 2^base, less `less`. */
 static void write_leaving_logs(const Scan *w, const Sequence *s, Row row, real base, double less) {
     int64_t c = w->a->states;
@@ -48,13 +59,7 @@ static void write_dense_forward(const Scan *w, const Sequence *s, int64_t step) 
     operand *logs = output_row(w->a, a->log_forward, s, step), *shares = output_row(w->a, a->filtered, s, step);
     if (a->messages) write_logs(w, s, s->message, s->top, (Sum){0, 0}, message_at(a, s->place->index, step));
     if (logs) write_whole_logs(w, s, s->message, logs);
-    if (!shares) return;
-    double sum = sum_of_split_row(w->width, s->message, s->top);
-    real share = s->has_nan ? (real)__builtin_nan("") : sum > 0 ? (real)(1 / sum) : 0;
-    for (int64_t j = 0; j < a->states; j += LANES) {
-        Split b = load_split(s->message, j);
-        write_some(shares + j, b.m * power(b.e - s->top) * share, a->states - j);
-    }
+    if (shares) write_shares(w, s, shares);
 }
 
 /* Results after the last step; `sum`: that of the message over 2^top. */

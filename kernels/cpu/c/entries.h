@@ -48,6 +48,7 @@ typedef struct {
     operand *grad_weights;                           /* a matrix a step: likewise, each step's `counts_step` further */
     int64_t counts_step;
     double *grad_p0;                                 /* (n, c) or null */
+    operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null, not of dense chains: see dense_rows.h */
     int64_t *paths;                                  /* (n, v): states of best paths, see best.h */
     char *room;                                      /* scratch; null asks for its size, see Room */
     const Chain *dense;                              /* of dense chains all but weights is read and written here */

@@ -25,6 +25,9 @@ static void scan_forward(Scan *w) {
             emit(w, s, step, kept_row(w, s->place, step));
             if (a->taken) a->taken[row_at(a, s->place, step)] = s->taken;
             if (kind_of(a) == DENSE) write_dense_forward(w, s, step);
+            int64_t row = row_at(a, s->place, step) * a->states;
+            if (a->log_forward) write_whole_logs(w, s, s->message, a->log_forward + row);
+            if (a->filtered) write_shares(w, s, a->filtered + row);
             if (step + 1 == s->place->steps) finish_scan(w, s);
         }
     }
@@ -62,12 +65,13 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
         if (last) last_dense(w, s);
         return;
     }
+    for (int64_t j = 0; j < w->width && last; j++) s->sums.m[j] = 1, s->sums.e[j] = j < a->states ? 0 : -INFINITE;
+    if (!a->log_norm) return;
     double taken = a->taken[row_at(a, s->place, step)];
     s->kept = kept_row(w, s->place, step);
     if (last) {
         real top = top_of_row(w->width, s->kept);
         s->sum = sum_of_split_row(w->width, s->kept, top), s->whole = taken + (double)top;
-        for (int64_t j = 0; j < w->width; j++) s->sums.m[j] = 1, s->sums.e[j] = j < a->states ? 0 : -INFINITE;
     }
     s->counting.shift = (real)(taken + s->taken - s->whole);
     s->counting.share = (real)(weight_of(a, s) / s->sum), s->counting.kept = s->kept;
@@ -77,6 +81,7 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
 static void end_step(Scan *w, Sequence *s, int64_t step) {
     const Exact *a = w->a;
     if (kind_of(a) == DENSE) end_dense(w, s, step);
+    else if (a->log_backward) write_whole_logs(w, s, s->sums, a->log_backward + row_at(a, s->place, step) * a->states);
     else {
         operand *out = a->grad_x ? a->grad_x + row_at(a, s->place, step) * a->states : 0;
         double sum = write_posteriors(w, s, out);
@@ -122,7 +127,7 @@ static void scan_backward(Scan *w) {
     real *counts = a->counts || a->grad_weights ? w->counts.recent : 0;
     for (int64_t f = 0; f < w->count; f++)
         if (a->log_norm) fill_gradients(w, w->sequence + f, counts);
-        else fill_backward_logs(w, w->sequence + f);
+        else if (kind_of(a) == DENSE) fill_backward_logs(w, w->sequence + f);
     for (int64_t step = w->steps - 1; step >= 0; step--) {
         for (int64_t f = 0; f < w->count; f++)
             if (is_active(w->sequence + f, step)) begin_step(w, w->sequence + f, step, counts);
