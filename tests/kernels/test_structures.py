@@ -301,7 +301,7 @@ def with_dense(kind, **options):
 
 
 @DTYPES
-@pytest.mark.parametrize("scale", [1.0, 300.0, 1e5])
+@pytest.mark.parametrize("scale", [1.0, 300.0, 1e7])
 def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level):
     """In each entry, however far below the others."""
     for kind in (structures.bands(19, 0, 2, -1, 18), structures.random_arcs(37), structures.arcs(3, [])):
@@ -312,7 +312,10 @@ def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level)
             found, near = sparse.messages(chain), 1e-13 * (1 + scale)
             for one, other in zip(found, wanted, strict=True):
                 torch.testing.assert_close(one, torch.from_numpy(np.asarray(other)), rtol=1e-15, atol=near)
-            states, log_norm = sparse.filtered(chain)
+            if (filtered := sparse.filtered(chain)) is None:
+                assert dtype == F32 and scale == 1e7  # whose exponents are not exact
+                continue
+            states, log_norm = filtered
             assert states.dtype == dtype
             shares = found[0].softmax(-1).nan_to_num(0.0)
             torch.testing.assert_close(states.double(), shares, rtol=0, atol=1e-5 if dtype == F32 else near)
