@@ -154,6 +154,12 @@ MUTANTS = [
            "tests/test_marginals.py -k masks"),
     Mutant("masks that do not matter are computed in float64", C + "exact_step.h", "s->level > -BITS ||",
            "s->level > -__builtin_inf() ||", "tests/kernels/test_structures.py -k masks"),
+    *(Mutant(name, C + "draws.h", old, new, "tests/kernels/test_structures.py -k draws") for name, old, new in (
+        ("a draw forgets the message", "(Split){own.m * product.m", "(Split){0 * own.m + product.m"),
+        ("a draw forgets the weight", "own.e + product.e", "own.e + 0 * product.e"),
+        ("the last state is drawn by the first number", "a->weight[begin + step]", "a->weight[begin]"),
+        ("draws go on after the end", "log_norm - log_norm == 0 ? place->steps", "log_norm < 1e300 ? v"),
+    )),
     *(Mutant(name, C + "best.h", old, new, BEST) for name, old, new in (
         ("equal paths pass any state", " | ((b.value == a.value) & (b.from < a.from))", ""),
         ("the last row of arcs of a state counts", "if (!(best.value[l] > to[j] ||", "if (!(to[j] == to[j] ||"),

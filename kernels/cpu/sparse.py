@@ -38,7 +38,8 @@ class _Arguments(ctypes.Structure):
     _fields_ = fields(
         "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
         " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
-        " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths *room *dense"
+        " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
+        " sequences *room *dense"
     )
 
 
@@ -51,7 +52,7 @@ class _Slices(ctypes.Structure):
 class _Graph(ctypes.Structure):
     """Arcs in slices by target and by source."""
 
-    _fields_ = [("into", _Slices), ("out", _Slices)]
+    _fields_ = [("into", _Slices), ("out", _Slices), *fields("*first *order *source")]
 
 
 class _Arranged(NamedTuple):
@@ -137,6 +138,22 @@ def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
     return None if call.run("exact_forward", call.spans()) else (states, log_norm)
 
 
+def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
+    """Paths int64 [*S, *B, v] drawn by numbers in [0, 1) like these; see `structured.paths`.
+
+    None: there are exponents beyond 2^53 that matter.
+    """
+    walk = forward(chain, True)
+    if len(walk.kept) == 1:
+        return None
+    call, states = _Call(replace(chain, dtype=walk.kept[0].dtype)), torch.empty(numbers.shape, dtype=torch.int64)
+    call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
+    call.point(mantissas=walk.kept[0], exponents=walk.kept[1], log_norm=walk.log_norm.contiguous())
+    call.point(weight=numbers.contiguous(), paths=states)
+    call.run("draw", call.spans())
+    return states
+
+
 def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     """The best paths int64 [*B, v], see `structured.paths`, and whether sequences hold NaN or +inf."""
     call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
@@ -199,7 +216,8 @@ class _Call(Pointing):
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(arranged.graph))
             self._work = self.n * chain.v * self.entries
         else:
-            self.point(pattern=torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"))
+            offsets = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu")
+            self.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
             self.set(kind=_BANDS, terms=len(chain.pattern), weights_outer=self.parameter.stride(-2))
             self._work = self.n * chain.v * chain.c * (len(chain.pattern) + 4) * _COST
 
@@ -246,9 +264,12 @@ def _arrange(arcs: Arcs, c: int, size: int) -> _Arranged:
         arranged: _Arranged = known[2]
         return arranged
     source, target = (end.contiguous().numpy() for end in arcs)
-    into, arrays_in = _slices(target, source, _sorted_by(target), c, size)
+    order = _sorted_by(target)
+    into, arrays_in = _slices(target, source, order, c, size)
     out, arrays_out = _slices(source, target, np.arange(len(source)), c, size)
-    arranged = _Arranged(_Graph(into, out), arrays_in + arrays_out)
+    by_target = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=c))]), order, source
+    graph = _Graph(into, out, *(array.ctypes.data for array in by_target))
+    arranged = _Arranged(graph, arrays_in + arrays_out + by_target)
     _arranged[arcs.source] = arcs.target, versions, arranged
     return arranged
 

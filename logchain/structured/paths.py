@@ -5,7 +5,7 @@ Best paths are traced back through the messages m of a forward pass in the arith
     m_0 = log p0 + x_0              m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
     z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)
 
-and paths are drawn likewise from log messages. All is float64, but for best paths over bands and arcs on a CPU.
+and paths are drawn likewise from log messages. All is float64, but for bands and arcs on a CPU, which C computes.
 """
 
 import math
@@ -86,9 +86,16 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
     """Paths int64 [count, *B, v] drawn from the posterior; states are -1 behind a sequence's end, and if impossible."""
+    chain = operands.chain()
+    numbers = chain.x.new_empty((count, *chain.x.shape[:-1]), dtype=torch.float64).uniform_(generator=generator)
+    if (module := exact_kernels(chain)) is not None:
+        with arithmetic_on(chain.x):
+            drawn: Tensor | None = module.draws(chain, numbers)
+        if drawn is not None:
+            return drawn
     steps = Steps(operands.detached())
     values = [message.values for message in messages(steps)]
-    numbers = values[0].new_empty(steps.v, count, *steps.shape[:2]).uniform_(generator=generator)
+    numbers = steps.sets.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
     found = [state]
     for step in reversed(range(1, steps.v)):

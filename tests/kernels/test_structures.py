@@ -322,6 +322,29 @@ def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level)
             torch.testing.assert_close(log_norm, found[2], rtol=1e-6 if dtype == F32 else 1e-15, atol=near)
 
 
+@pytest.mark.parametrize(("steps", "dtype"), [(1, F32), (3, F64)], ids=str)
+def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
+    """Pairs of neighbors come as often as they should, by numbers that cover the unit interval evenly."""
+    for kind in (structures.bands(7, 0, 2, -1), structures.random_arcs(6), structures.arcs(70, hub(70))):
+        chain, dense = with_dense(kind, v=4, steps=steps, dtype=dtype, scale=3.0)
+        count, lengths, ends = 4000, chain.ends.numpy(), chain.ends[..., None]
+        wanted = reference.marginals(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
+        generator = torch.Generator().manual_seed(0)
+        shifts = (torch.arange(count, dtype=F64) + 0.5) / count
+        order = torch.rand(count, *chain.x.shape[:-1], generator=generator).argsort(0)
+        drawn = sparse.draws(chain, shifts[order])
+        assert ((drawn == -1) == (torch.arange(4) >= ends) | torch.from_numpy(wanted.log_norm == -INF)[..., None]).all()
+        for step in range(4):
+            found = torch.nn.functional.one_hot(drawn[..., step] + 1, chain.c + 1)[..., 1:].double().mean(0)
+            truth = torch.from_numpy(np.asarray(wanted.states[..., step, :]))
+            torch.testing.assert_close(found, truth, rtol=0, atol=0.04)
+        logs = dense[1].expand(2, 3, 3, chain.c, chain.c)
+        before, after = drawn[..., :-1].clamp(min=0), drawn[..., 1:].clamp(min=0)
+        sets, members, step = (torch.arange(size) for size in (2, 3, 3))
+        used = logs[sets[:, None, None], members[:, None], step, before, after]
+        assert (used[drawn[..., 1:] >= 0] > -INF).all()
+
+
 @DTYPES
 @pytest.mark.parametrize("steps", [1, 8])
 def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):

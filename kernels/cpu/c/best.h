@@ -1,6 +1,6 @@
 /* Best paths over bands or arcs, in logarithms, by the state before each state on the best path into it:
 
-       b_0 = log p0 + x_0        b_i(j) = max_k (b_{i-1}(k) + log P_i(k, j)) + x_i(j)        z_{i-1}(j): the lowest such k
+       b_0 = log p0 + x_0      b_i(j) = max_k (b_{i-1}(k) + log P_i(k, j)) + x_i(j)      z_{i-1}(j): the lowest such k
 
    Rows are relative to their largest entry. */
 #pragma once

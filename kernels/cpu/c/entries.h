@@ -25,14 +25,15 @@ typedef struct {
     const int32_t *other;   /* (entries, LANES): the state at an arc's other end */
     const int32_t *arc;     /* (entries, LANES): the arc */
 } Slices;
-typedef struct { Slices into, out; } Graph;
+/* `order`: arcs by their targets, those of a state from `first` (c + 1); `source` of each arc. */
+typedef struct { Slices into, out; const int64_t *first, *order, *source; } Graph;
 
 /* Mirrored by sparse.py, field by field; of dense chains made by dense.h. */
 typedef struct {
     int64_t kind, steps, states, terms, first, last; /* a thread computes places from `first` to before `last` */
     int64_t one_matrix, logarithms, by_log;          /* one for all steps; weights and p0 are; gradients are of */
     const Place *places;                             /* (n): those that share weights are neighbors */
-    const void *pattern;                             /* bands: offsets, int64 (bands); arcs: Graph */
+    const void *pattern;                             /* int64 (2, bands): offsets, and bands by falling ones; or Graph */
     const operand *x;                                /* (v, c) of each sequence */
     int64_t x_step;
     const operand *weights;                          /* (v - 1 or 1) of (bands, c), (1, arcs) or (from, to) */
@@ -49,7 +50,7 @@ typedef struct {
     int64_t counts_step;
     double *grad_p0;                                 /* (n, c) or null */
     operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null, not of dense chains: see dense_rows.h */
-    int64_t *paths;                                  /* (n, v): states of best paths, see best.h */
+    int64_t *paths, draws, sequences;                /* (n, v) or (draws, n, v): states, see best.h and draws.h */
     char *room;                                      /* scratch; null asks for its size, see Room */
     const Chain *dense;                              /* of dense chains all but weights is read and written here */
 } Exact;
