@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels import arithmetic_on, exact_kernels
 from ..kernels.plain.semiring import shifted
 from ..operands import differentiated
 from ..transitions import LOG
@@ -18,13 +17,10 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     All are computed in float64, and of the dtype of the arithmetic.
     """
-    chain = operands.chain()
-    module = None if differentiated(*operands.tensors) else exact_kernels(chain)
-    if module is not None:
-        with arithmetic_on(chain.x):
-            found = module.messages(chain)
-        if found is not None:
-            return tuple(each.to(operands.dtype) for each in found)
+    found = None if differentiated(*operands.tensors) else operands.in_c("messages")
+    if found is not None:
+        first, second, value = (each.to(operands.dtype) for each in found)
+        return first, second, value
     steps = Steps(operands)
     ahead, behind = torch.stack([message.logs for message in walk.messages(steps)]), _backward(steps)
     log_norm = steps.sets.batched(LOG.sum(ahead[-1], -1))
@@ -37,13 +33,11 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def filtered(operands: Operands) -> tuple[Tensor, Tensor] | None:
     """Forward messages [*B, v, c] with sum 1, or 0 if impossible, and the log-partition [*B], where C computes them."""
-    chain = operands.chain()
-    module = None if differentiated(*operands.tensors) else exact_kernels(chain)
-    if module is None:
+    found = None if differentiated(*operands.tensors) else operands.in_c("filtered")
+    if found is None:
         return None
-    with arithmetic_on(chain.x):
-        found = module.filtered(chain)
-    return None if found is None else tuple(each.to(operands.dtype) for each in found)
+    states, log_norm = found
+    return states, log_norm.to(operands.dtype)
 
 
 def _backward(steps: Steps) -> Tensor:

@@ -15,9 +15,10 @@ from ..arguments import (
     check_lengths,
     check_sizes,
     check_tensor,
+    has_values,
     is_transformed,
 )
-from ..kernels import on_gpu
+from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.plain.semiring import log_weights
 from ..kernels.sets import Sets
 from ..kernels.structured import Factors, Stage, Structured
@@ -62,6 +63,15 @@ class Operands(NamedTuple):
         parameters = self.transition.to_pattern(tuple(given))
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, self.transition.pattern, ends, self.log_params, self.dtype, by_log)
+
+    def in_c(self, function: str, *arguments: Tensor) -> Any:
+        """What a function of the exact scan in C returns for bands and arcs on a CPU, if they have values; or None."""
+        chain = self.chain()
+        module = exact_kernels(chain) if has_values(self.x) else None
+        if module is None:
+            return None
+        with arithmetic_on(chain.x):
+            return getattr(module, function)(chain, *arguments)
 
 
 def check_operands(

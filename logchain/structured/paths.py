@@ -9,21 +9,16 @@ and paths are drawn likewise from log messages. All is float64, but for bands an
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
-from ..kernels import arithmetic_on, exact_kernels
 from ..kernels.plain.semiring import log_weights
-from ..kernels.structured import Structured
 from ..transitions import LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
 from .walk import Message, messages
-
-BestPaths = Callable[[Structured], tuple[Tensor, Tensor]]
 
 
 def log_weight(operands: Operands, states: Tensor) -> Tensor:
@@ -65,12 +60,9 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
     States are -1 behind a sequence's end, of impossible and of unknown sequences.
     """
-    chain = operands.chain()
-    module = exact_kernels(chain)
-    if module is not None:
-        best: BestPaths = module.best_paths
-        with arithmetic_on(chain.x):
-            return best(chain)
+    best: tuple[Tensor, Tensor] | None = operands.in_c("best_paths")
+    if best is not None:
+        return best
     steps = Steps(operands.detached())
     walked, pointers = best_walk(steps)
     weight, state = walked[-1].values.max(-1)
@@ -86,13 +78,11 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
     """Paths int64 [count, *B, v] drawn from the posterior; states are -1 behind a sequence's end, and if impossible."""
-    chain = operands.chain()
-    numbers = chain.x.new_empty((count, *chain.x.shape[:-1]), dtype=torch.float64).uniform_(generator=generator)
-    if (module := exact_kernels(chain)) is not None:
-        with arithmetic_on(chain.x):
-            drawn: Tensor | None = module.draws(chain, numbers)
-        if drawn is not None:
-            return drawn
+    x = operands.x
+    numbers = x.new_empty((count, *x.shape[:-1]), dtype=torch.float64).uniform_(generator=generator)
+    drawn: Tensor | None = operands.in_c("draws", numbers)
+    if drawn is not None:
+        return drawn
     steps = Steps(operands.detached())
     values = [message.values for message in messages(steps)]
     numbers = steps.sets.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
