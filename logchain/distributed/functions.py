@@ -15,7 +15,7 @@ from ..autograd.operator import Final
 from ..autograd.paths import log_weight
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..log_prob import as_paths, check_states
+from ..log_prob import as_paths, checked_states
 from ..marginals import Marginals
 from ..operands import arithmetic_dtype
 from ..sample import check_draws
@@ -55,10 +55,8 @@ def product(
 
     Source: messages of a mixing chain contract in Hilbert's metric, G. Birkhoff, Trans. AMS 85 (1957).
 
-    >>> import tempfile, torch
-    >>> import torch.distributed as dist
-    >>> store = dist.FileStore(tempfile.mktemp(), 1)
-    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+    >>> import torch, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
     >>> x, bulk = torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
     >>> product(x, bulk, torch.tensor([1.0, 1.0]))
     tensor(0.6931)
@@ -100,28 +98,23 @@ def entropy(
     errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`, in float64. The
     result has no derivative.
     """
-    call = x, bulk, p0, group, log_params, lengths, one_matrix
-    part = Part("entropy", call, dtype=lambda *_: torch.float64)
+    part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
+    dtype, previous = arithmetic_dtype(x, bulk, p0), part.zeros()
     log_norm, kept = part.forward(keep=True)
     _, before, following = part.backward(log_norm, kept, torch.ones_like(log_norm))
-    total = part.ranks.total(_entropy_of_part(part, kept, before, following))
-    return torch.where(part.batched(log_norm) == -torch.inf, 0.0, total).to(arithmetic_dtype(x, bulk, p0))
-
-
-def _entropy_of_part(part: Part, kept: Kept | None, before: Tensor, following: Tensor) -> Tensor:
-    """The entropy [*B] of a rank's variables given the one before, whose backward message is `before`."""
-    (x, bulk, p0), lengths, previous = part.operands, part.lengths, part.zeros()
-    if kept is None:
-        return part.batched(previous)
-    x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
-    if part.entered:
-        entering = kept.logs(0)
-        x, p0, lengths = part.with_previous(x, p0, part.batched(entering)[..., None, :])
-        shares = torch.softmax(entering + before, -1)
-        previous = -torch.special.xlogy(shares, shares).sum(-1)
-    lengths = None if lengths is None else lengths.clamp(min=1)
-    value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=lengths)
-    return torch.where(part.batched(part.reached), value - part.batched(previous), 0.0)
+    value = part.batched(previous)
+    if kept is not None:
+        (x, bulk, p0), lengths = part.operands, part.lengths
+        x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
+        if part.entered:
+            entering = kept.logs(0)
+            x, p0, lengths = part.with_previous(x, p0, part.batched(entering)[..., None, :])
+            shares = torch.softmax(entering + before, -1)
+            previous = -torch.special.xlogy(shares, shares).sum(-1)
+        lengths = None if lengths is None else lengths.clamp(min=1)
+        value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=lengths)
+        value = torch.where(part.batched(part.reached), value - part.batched(previous), 0.0)
+    return torch.where(part.batched(log_norm) == -torch.inf, 0.0, part.ranks.total(value)).to(dtype)
 
 
 def viterbi(
@@ -201,17 +194,12 @@ def log_prob(
     `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
     and the cost are as of `distributed.product`.
     """
-    call = x, bulk, p0, group, log_params, lengths, one_matrix
-    part = Part("log_prob", call, lambda: as_paths(states, x))
+    part = Part("log_prob", (x, bulk, p0, group, log_params, lengths, one_matrix), lambda: as_paths(states, x))
     paths = states.to(torch.int64)
     if part.lengths is not None:
         paths = torch.where(torch.arange(x.shape[-2], device=x.device) < part.lengths[..., None], paths, -1)
-
-    def describe() -> tuple[dict[str, Any], None]:
-        check_states(paths, x.shape[-1])
-        return {"states": f"axes {list(paths.shape[:-1])} before its variables"}, None
-
-    part.ranks.agree(describe)  # entries past the end of a sequence may be any
+    axes = f"axes {list(paths.shape[:-1])} before its variables"
+    part.ranks.agree(lambda: ({"states": axes}, checked_states(paths, x.shape[-1]).shape))
     if part.ranks.place is not None:
         part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths

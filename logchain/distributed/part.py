@@ -14,22 +14,92 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import arguments, kernels
 from ..kernels.chain import Chain
 from ..kernels.message import Kept, Message
+from ..kernels.numbers import exact_sum
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_boundaries, report_chains
 from ..schedules.segments import disagree
-from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many
 _SHARE, _STEPS = 32, 32
+# an error is raised on the other ranks as the first of these that it is an instance of, or as a RuntimeError
+_KINDS = TypeError, ValueError, NotImplementedError, MemoryError
 
 # the arguments of all functions: x, bulk, p0, group, log_params, lengths, one_matrix
 Call = tuple[Tensor, Tensor, Tensor, Any, bool, arguments.Lengths | None, bool | None]
+
+
+class Ranks:
+    """The ranks of a process group."""
+
+    def __init__(self, group: Any) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("group: expected torch.distributed to be initialized; call init_process_group")
+        self._group, self.rank = group, dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("group: expected a process group that contains this process; pass one that does")
+
+    def agree(self, describe: Callable[[], tuple[dict[str, Any], Any]]) -> tuple[dict[str, Any], list[Any]]:
+        """The fields and details of each rank; raises on all what `describe` raises on one, or if fields differ."""
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            sent: tuple[Any, ...] = None, *describe()
+        except Exception as error:
+            sent = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError), str(error), None
+        dist.all_gather_object(gathered, sent, group=self._group)
+        for rank, (kind, fields, _) in enumerate(gathered):
+            if kind is not None:
+                raise kind(f"rank {rank}: {fields}")
+            for name, value in gathered[0][1].items():
+                if fields.get(name) != value:
+                    raise ValueError(f"rank {rank}: {name}: expected {value}, as on rank 0, got {fields.get(name)}")
+        return gathered[0][1], [details for *_, details in gathered]
+
+    def arrange(self, sizes: Sequence[int]) -> None:
+        """Order the ranks that have variables, of which there are `sizes`; `place` is this one's, None without any."""
+        if not sum(sizes):
+            raise ValueError("x: expected at least one variable on some rank, got none")
+        filled = [rank for rank, size in enumerate(sizes) if size > 0]
+        self._filled = [rank if self._group is None else dist.get_global_rank(self._group, rank) for rank in filled]
+        self.place: int | None = filled.index(self.rank) if sizes[self.rank] else None
+
+    def neighbor(self, step: int) -> int | None:
+        """The rank with the next variables, or for step -1 with the previous ones; None if there is none."""
+        place = -1 if self.place is None else self.place + step
+        return self._filled[place] if 0 <= place < len(self._filled) else None
+
+    def exchange(self, step: int, sent: Tensor | None, received: Tensor | None = None) -> None:
+        """Send to the neighbor in a direction and receive from the opposite one; None, or no neighbor: nothing."""
+        sent = None if sent is None else sent.contiguous()
+        sides = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
+        operations = [
+            dist.P2POp(operation, tensor, rank, self._group)
+            for operation, tensor, rank in sides
+            if tensor is not None and rank is not None and tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over ranks of float64 values."""
+        value = value.double().clone(memory_format=torch.contiguous_format)
+        if value.numel():
+            dist.all_reduce(value, group=self._group)
+        return value
+
+    def exact_total(self, terms: Tensor) -> Tensor:
+        """The sum of float64 terms over the first axis and over ranks, rounded once."""
+        terms = terms.contiguous()
+        gathered = [torch.empty_like(terms) for _ in range(dist.get_world_size(self._group))]
+        if terms.numel():
+            dist.all_gather(gathered, terms, group=self._group)
+        return torch.stack(exact_sum(torch.cat(gathered))).sum(0)
 
 
 class Part:
@@ -44,10 +114,7 @@ class Part:
         self, function: str, call: Call, check: Callable[[], object] = lambda: None, *,
         dtype: Callable[..., torch.dtype] | None = None, by_log: bool = False, full: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        """`check` checks other arguments, of which `options` have to be the same on all ranks.
-
-        Operands are converted to `dtype(x, bulk, p0)`; if `full`, each step gets a matrix.
-        """
+        """`options` are the same on all ranks; operands get the `dtype`, if any; and each step a matrix, if `full`."""
         x, bulk, p0, group, self.log_params, _, one_matrix = call
         self.ranks = ranks = Ranks(group)
         fields, details = ranks.agree(lambda: _described(function, call, check, options))
@@ -114,19 +181,20 @@ class Part:
         if not self.active:
             return arrived, arrived
         first, count = ranks.neighbor(-step) is None, min(v, max(v // _SHARE, _STEPS))
-        sent = leaving = None
-        if first and count == v:
-            sent = leaving = scan(self.chain, None)
-        elif ranks.neighbor(step) is not None:
-            sent = scan(self._window(v - count, v) if step > 0 else self._window(0, count), self.zeros(c))
-        ranks.exchange(step, sent, guess)
-        leaving = scan(self.chain, None if first else guess) if leaving is None else leaving
-        ranks.exchange(step, None, arrived)
-        refused = differ(arrived, guess) & compared
-        if refused.any():  # the only value that is read on the host
-            report_boundaries(refused)
-            leaving = scan(self.chain, arrived)
-        ranks.exchange(step, leaving)
+        with kernels.arithmetic_on(self.chain.x):
+            sent = leaving = None
+            if first and count == v:
+                sent = leaving = scan(self.chain, None)
+            elif ranks.neighbor(step) is not None:
+                sent = scan(self._window(v - count, v) if step > 0 else self._window(0, count), self.zeros(c))
+            ranks.exchange(step, sent, guess)
+            leaving = scan(self.chain, None if first else guess) if leaving is None else leaving
+            ranks.exchange(step, None, arrived)
+            refused = differ(arrived, guess) & compared
+            if refused.any():  # the only value that is read on the host
+                report_boundaries(refused)
+                leaving = scan(self.chain, arrived)
+            ranks.exchange(step, leaving)
         return arrived, leaving
 
     def forward(self, keep: bool) -> tuple[Tensor, Kept | None]:
@@ -143,8 +211,7 @@ class Part:
             scale = leaving.scale
             return leaving.values
 
-        with kernels.arithmetic_on(chain.x):
-            self.carry(scan, partial(disagree, chain), self.reached)
+        self.carry(scan, partial(disagree, chain), self.reached)
         log_norm = self.ranks.exact_total(scale)
         if kept is None:
             return log_norm, None
@@ -181,8 +248,7 @@ class Part:
                 grad_p0.copy_(self.layout.states(before).sum_to_size(p0.shape))
             return self.zeros(chain.c)
 
-        with kernels.arithmetic_on(x):
-            following, before = self.carry(scan, partial(disagree, self.chain), compared, -1)
+        following, before = self.carry(scan, partial(disagree, self.chain), compared, -1)
         return [grad_x, grad_bulk, grad_p0], before, following
 
     def _window(self, start: int, stop: int) -> Chain:
