@@ -47,7 +47,8 @@ def product(
     Raises:
         TypeError, ValueError: an argument is wrong on a rank, which the message names, or differs between ranks. Values
             of x, `bulk` and p0 are not compared.
-        RuntimeError: there is no group, or a rank did not answer within the timeout of the group.
+        RuntimeError: there is no group, or a rank did not answer within the timeout of the group; the others wait that
+            long too if one raises an error before it calls this function.
 
     Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
     does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
@@ -82,7 +83,6 @@ def marginals(
     log_norm, kept = part.forward(keep=True)
     needs = True, transitions is not None, False
     (states, counts, _), *_ = part.backward(log_norm, kept, torch.ones_like(log_norm), needs)
-    assert states is not None
     if counts is not None and part.one_matrix:
         counts = part.ranks.total(counts).to(states.dtype)
     return Marginals(states, counts, part.batched(log_norm).to(states.dtype))
@@ -94,9 +94,8 @@ def entropy(
 ) -> Tensor:  # fmt: skip
     """Returns the entropy `[*B]` in nats of the posterior over paths, as `logchain.entropy` defines it.
 
-    It is the sum over ranks of the entropy of a rank's variables given the last one of the rank before. Arguments and
-    errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`, in float64. The
-    result has no derivative.
+    Arguments and errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`,
+    in float64. There are no derivatives.
     """
     part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
     dtype, previous = arithmetic_dtype(x, bulk, p0), part.zeros()
@@ -128,7 +127,6 @@ def viterbi(
     derivatives.
     """
     part = Part("viterbi", (x, bulk, p0, group, log_params, lengths, one_matrix))
-    x = part.operands[0]
     messages: Any = None
 
     def scan(chain: Chain, entering: Tensor | None) -> Tensor:
@@ -226,8 +224,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *_Gradients.apply(ctx.part, needs, grad.double(), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, None, *_Gradients.apply(ctx.part, ctx.needs_input_grad[2:], grad.double(), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
 
 class _Gradients(Final):
@@ -259,8 +256,6 @@ class _Gradients(Final):
 
 def _path_weight(part: Part, states: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     """The log-weight [*S, *B] of this rank's steps of paths, which begin with the variable before, if there is one."""
-    if part.ranks.place is None:
-        return x.sum((-2, -1)) + states.sum(-1)  # zeros
     lengths = part.lengths
     if part.entered:
         x, p0, lengths = part.with_previous(x, p0, torch.zeros_like(x[..., :1, :]))

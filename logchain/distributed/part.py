@@ -76,29 +76,23 @@ class Ranks:
 
     def exchange(self, step: int, sent: Tensor | None, received: Tensor | None = None) -> None:
         """Send to the neighbor in a direction and receive from the opposite one; None, or no neighbor: nothing."""
-        sent = None if sent is None else sent.contiguous()
-        sides = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
-        operations = [
-            dist.P2POp(operation, tensor, rank, self._group)
-            for operation, tensor, rank in sides
-            if tensor is not None and rank is not None and tensor.numel()
-        ]
+        sides: Any = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
+        used = [side for side in sides if side[1] is not None and side[2] is not None and side[1].numel()]
+        operations = [dist.P2POp(operation, tensor.contiguous(), rank, self._group) for operation, tensor, rank in used]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over ranks of float64 values."""
         value = value.double().clone(memory_format=torch.contiguous_format)
-        if value.numel():
-            dist.all_reduce(value, group=self._group)
+        dist.all_reduce(value, group=self._group)
         return value
 
     def exact_total(self, terms: Tensor) -> Tensor:
         """The sum of float64 terms over the first axis and over ranks, rounded once."""
         terms = terms.contiguous()
         gathered = [torch.empty_like(terms) for _ in range(dist.get_world_size(self._group))]
-        if terms.numel():
-            dist.all_gather(gathered, terms, group=self._group)
+        dist.all_gather(gathered, terms, group=self._group)
         return torch.stack(exact_sum(torch.cat(gathered))).sum(0)
 
 
@@ -127,17 +121,16 @@ class Part:
             if count != expected:
                 text = "1 for every step" if self.one_matrix else f"{expected} matrices, or 1 on every rank,"
                 raise ValueError(f"rank {rank}: bulk: expected {text} to go with v_r = {size}, got {count}")
-        start, v = sum(sizes[: ranks.rank]), x.shape[-2]
+        start, (*batch, v, c) = sum(sizes[: ranks.rank]), x.shape
         self.entered = bool(ranks.place)
         x, bulk, p0 = (operand.detach().to(dtype(*call[:3]) if dtype else operand.dtype) for operand in (x, bulk, p0))
         if full:
-            bulk, self.one_matrix = bulk.expand(*x.shape[:-2], max(0, v - (start == 0)), *bulk.shape[-2:]), False
+            bulk, self.one_matrix = bulk.expand(*batch, max(0, v - (start == 0)), c, c), False
         self.operands, self.layout = (x, bulk, p0), Layout.of(x, bulk)
         self.lengths = ends = None
         self.reached = self.continues = torch.ones(self.layout.grid, dtype=torch.bool, device=x.device)
         if fields["lengths"] is not None:
-            whole_x = x.new_empty(()).expand(*x.shape[:-2], sum(sizes), x.shape[-1])
-            whole = arguments.as_lengths(fields["lengths"], whole_x)
+            whole = arguments.as_lengths(fields["lengths"], x.new_empty(()).expand(*batch, sum(sizes), c))
             self.lengths = (whole - start).clamp(0, v)
             left = self.layout.sequences(whole) - start
             ends, self.reached, self.continues = left[..., None].clamp(0, v), left > 0, left > v
@@ -168,9 +161,8 @@ class Part:
         return torch.cat([potentials, x], -2), torch.full_like(p0, float(not self.log_params)), lengths
 
     def carry(
-        self, scan: Callable[[Chain, Tensor | None], Tensor], differ: Callable[[Tensor, Tensor], Tensor],
-        compared: Tensor, step: int = 1,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, scan: Callable[..., Tensor], differ: Callable[..., Tensor], compared: Tensor, step: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """The messages (g, m, c) that arrive, 0 if none does, and leave; `step` is 1 forward and -1 backward.
 
         `scan` maps the message that enters this rank's chain, or a window of it, to the one that leaves; None enters
@@ -201,26 +193,23 @@ class Part:
         """The log-partitions (g, m), the same on all ranks, and what `backward` reads, to `keep` if there is any."""
         chain, kept, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
         memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
+        kernel: Callable[..., tuple[Kept | None, Message]] = kernels.chain_kernels(chain.x).forward
 
         def scan(chain: Chain, entering: Tensor | None) -> Tensor:
             nonlocal kept, scale
             message = None if entering is None else Message(entering, self.zeros(2).movedim(-1, 0))
-            into = memory if chain is self.chain else None
-            leaving: Message
-            kept, leaving = kernels.chain_kernels(chain.x).forward(chain, message, keep=into, leave=True)
-            scale = leaving.scale
-            return leaving.values
+            kept, (values, scale) = kernel(chain, message, keep=memory if chain is self.chain else None, leave=True)
+            return values
 
         self.carry(scan, partial(disagree, chain), self.reached)
         log_norm = self.ranks.exact_total(scale)
-        if kept is None:
-            return log_norm, None
-        report_chains(kept.redone)
-        return log_norm, kept._replace(log_norm=log_norm) if keep else None
+        if kept is not None:
+            report_chains(kept.redone)
+        return log_norm, kept._replace(log_norm=log_norm) if kept is not None and keep else None
 
     def backward(
         self, log_norm: Tensor, kept: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
-    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
+    ) -> tuple[list[Any], Tensor, Tensor]:
         """The gradients of `sum(weight * log_norm)` by this rank's x, bulk and p0, where needed, and two messages.
 
         They are the backward messages (g, m, c) of the variable before this part, and of its last one.
@@ -274,13 +263,13 @@ def _described(
             raise TypeError(f"{name}: expected a tensor of this rank alone, got a DTensor; pass its to_local()")
     arguments.check_chain(x, bulk, p0, part=True)
     if function not in ("product", "log_prob") and differentiated(x, bulk, p0):
-        text = "expected operands without gradients, as it has no derivative; call it under torch.no_grad()"
-        raise NotImplementedError(f"{function}: {text}")
+        raise NotImplementedError(f"{function}: expected no gradients, as it has no derivative; use torch.no_grad()")
     ends = None if lengths is None else arguments.tensor_of(lengths)
     if ends is not None and ends.numel():
         arguments.check_integers("lengths", ends)
     arguments.check_signs(bulk, p0, log_params)
-    fields = {
+    check()
+    return {
         "function": function,
         "x": f"shape {[*x.shape[:-2], 'v', x.shape[-1]]} of {x.dtype} on {x.device.type}".replace("'", ""),
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
@@ -289,6 +278,5 @@ def _described(
         "lengths": None if ends is None else ends.tolist(),
         "one_matrix": one_matrix,
         "gradients": differentiated(x, bulk, p0),
-    }
-    check()
-    return fields | options, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])
+        **options,
+    }, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])

@@ -45,7 +45,7 @@ def negative(operand, place):
 
 draw, count = partial(partial, distributed.sample), partial(partial, distributed.marginals)
 OF_SEQUENCES, LONG = torch.vmap(distributed.product, (0, None, None)), torch.tensor([3, 13])
-NO_GRADIENTS = "expected operands without gradients, as it has no derivative; call it under torch.no_grad()"
+NO_GRADIENTS = "expected no gradients, as it has no derivative; use torch.no_grad()"
 
 # the error on all ranks, the call of rank 1, and that of the others if it is not `product`
 ERRORS = [
