@@ -28,7 +28,6 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """The options of any function."""
         return {"log_params": self.log_params, "lengths": self.lengths}
 
     @property
@@ -36,9 +35,8 @@ class Case(NamedTuple):
         """The best path, and one that may be impossible [2, *B, v]; past a sequence's end is no state at all."""
         best = logchain.viterbi(*self[:3], **self.options).states
         ends = best.shape[-1] if self.lengths is None else self.lengths[..., None]
-        inside = torch.arange(best.shape[-1]) < ends
-        paths = [torch.where(inside, states, -100) for states in (best, best.roll(1, -1).clamp(min=0))]
-        return torch.stack(paths, -1).movedim(-1, 0)  # of strange strides
+        inside, paths = torch.arange(best.shape[-1]) < ends, torch.stack([best, best.roll(1, -1).clamp(min=0)], -1)
+        return torch.where(inside[..., None], paths, -100).movedim(-1, 0)  # of strange strides
 
     def of(self, rank: int) -> tuple[Tensor, ...]:
         """x, `bulk` and p0 of a rank."""
