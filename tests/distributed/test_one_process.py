@@ -2,21 +2,22 @@
 
 import itertools
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import logchain
 from logchain import distributed
 from logchain.memory import peak_bytes
 from tests.contract import of_steps
-from tests.distributed.chains import chain
-from tests.layouts import STRANGE
+from tests.layouts import STRANGE, relaid
 
 F64, INF, NAN = torch.float64, torch.inf, torch.nan
 OFFSETS = torch.tensor([1e6, -1e6])[:, None, None]
-GRADIENTS = "gradient of x", "gradient of bulk", "gradient of p0"
+GRADIENTS, CHANGES = [[f"{kind} of {name}" for name in ("x", "bulk", "p0")] for kind in ("gradient", "change")]
 
 # the numbers of variables of ranks; some have none, and the first of them too
 SIZES = {
@@ -26,17 +27,78 @@ SIZES = {
 }
 
 
-def gradients(value, leaves):
-    """The gradients of values with weights that differ by sequence."""
+# the axis of variables, counted from the end, of results that have one
+_OF_VARIABLES = {"gradient of x": -2, "change of x": -2, "posteriors": -2, "states": -1}
+_OF_STEPS = "gradient of bulk", "change of bulk", "counts"
+
+
+class Case(NamedTuple):
+    """A chain as one process has it, the numbers of variables of ranks, and the layout of their parts, if any."""
+
+    x: Tensor
+    bulk: Tensor
+    p0: Tensor
+    lengths: Tensor | None
+    log_params: bool
+    sizes: tuple[int, ...]
+    layout: str | None = None
+
+    @property
+    def options(self) -> dict:
+        return {"log_params": self.log_params, "lengths": self.lengths}
+
+    @property
+    def paths(self) -> Tensor:
+        """The best path, and one that may be impossible [2, *B, v]; past a sequence's end is no state at all."""
+        best = logchain.viterbi(*self[:3], **self.options).states
+        ends = best.shape[-1] if self.lengths is None else self.lengths[..., None]
+        inside, paths = torch.arange(best.shape[-1]) < ends, torch.stack([best, best.roll(1, -1).clamp(min=0)], -1)
+        return torch.where(inside[..., None], paths, -100).movedim(-1, 0)  # of strange strides
+
+    def of(self, rank: int) -> tuple[Tensor, ...]:
+        """x, `bulk` and p0 of a rank."""
+        parts = self.part(rank, "gradient of x", self.x), self.part(rank, "gradient of bulk", self.bulk), self.p0
+        return tuple(part.clone() if self.layout is None else relaid(part, self.layout) for part in parts)
+
+    def part(self, rank: int, name: str, result: Tensor) -> Tensor:
+        """A rank's part of a result, by its name: that of its variables, or of the steps that lead into them."""
+        start, stop = sum(self.sizes[:rank]), sum(self.sizes[: rank + 1])
+        if name in _OF_VARIABLES:
+            return result.narrow(_OF_VARIABLES[name], start, stop - start)
+        if name == "transitions" or (name in _OF_STEPS and self.bulk.shape[-3] > 1):
+            return result[..., max(0, start - 1) : max(0, stop - 1), :, :]
+        return result
+
+
+def chain(
+    sizes, c, *, batch=(), own=(), one_matrix=True, log_params=False, dtype=F64, lengths=False, zeros=0.2, scale=2.0,
+    change=lambda x: x, layout=None,
+) -> Case:  # fmt: skip
+    """A random chain with zeros among its weights; `own` are the batch axes of `bulk`, and `change` is made to x."""
+    generator = torch.Generator().manual_seed(sum(sizes) + c)
+    v = sum(sizes)
+    x = scale * torch.randn(*batch, v, c, generator=generator, dtype=F64)
+    bulk = torch.rand(*own, 1 if one_matrix else v - 1, c, c, generator=generator, dtype=F64)
+    bulk = bulk * (torch.rand(bulk.shape, generator=generator) > zeros)
+    p0 = torch.rand(c, generator=generator, dtype=F64)
+    bulk, p0 = (bulk.log(), p0.log()) if log_params else (bulk, p0)
+    p0 = p0 if layout is None else p0.expand(*batch, -1)
+    ends = torch.randint(1, v + 1, batch, generator=generator) if lengths else None
+    return Case(change(x).to(dtype), bulk.to(dtype), p0.to(dtype), ends, log_params, tuple(sizes), layout)
+
+
+def differentiated(function, operands, *args, **options):
+    """Values, and their gradients with weights that differ by sequence."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    value = function(*leaves, *args, **options)
     weight = torch.linspace(0.5, 2.0, value.numel(), dtype=value.dtype, device="cpu").view(value.shape)
-    return dict(zip(GRADIENTS, torch.autograd.grad(value, leaves, weight), strict=True))
+    return value.detach(), torch.autograd.grad(value, leaves, weight)
 
 
 def product(package, operands, paths, **options):
-    leaves = [operand.detach().requires_grad_() for operand in operands]
-    value = package.product(*leaves, **options)
-    found = {"log-partition": value.detach(), "without gradients": package.product(*operands, **options)}
-    return found | gradients(value, leaves)
+    value, gradients = differentiated(package.product, operands, **options)
+    without = package.product(*operands, **options)
+    return {"log-partition": value, "without gradients": without, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
 def marginals(package, operands, paths, **options):
@@ -47,11 +109,8 @@ def marginals(package, operands, paths, **options):
 
 
 def log_prob(package, operands, paths, **options):
-    leaves = [operand.detach().requires_grad_() for operand in operands]
-    value = package.log_prob(*leaves, paths, **options)
-    # their terms cancel
-    changes = {name.replace("gradient", "change"): change for name, change in gradients(value, leaves).items()}
-    return {"log-probability": value.detach(), **changes}
+    value, changes = differentiated(package.log_prob, operands, paths, **options)  # their terms cancel
+    return {"log-probability": value, **dict(zip(CHANGES, changes, strict=True))}
 
 
 # what is compared of each function, by name
@@ -65,13 +124,12 @@ FUNCTIONS = {
 
 
 def on_rank(rank, function, cases, paths, **options):
-    found = []
+    results = []
     for case, path in zip(cases, paths, strict=True):
         # ranks of one matrix each cannot know whether it is the same step after step
-        known = {} if case.bulk.shape[-3] == 1 else {"one_matrix": False}
-        part, settings = case.part(rank, "states", path), {**known, **case.options, **options}
-        found.append(FUNCTIONS[function](distributed, case.of(rank), part, **settings))
-    return found
+        settings = {"one_matrix": None if case.bulk.shape[-3] == 1 else False, **case.options, **options}
+        results.append(FUNCTIONS[function](distributed, case.of(rank), case.part(rank, "states", path), **settings))
+    return results
 
 
 def assert_same(team, function, cases, run=on_rank):
@@ -148,11 +206,6 @@ CASES = {
 }
 
 
-def cases_of(kind, ranks):
-    """The chains of a kind, each for another division among ranks."""
-    return [make(sizes) for make, sizes in zip(CASES[kind], itertools.cycle(SIZES[ranks]), strict=False)]
-
-
 # each kind for all functions, but for these
 FUNCTIONS_OF = {"ties": ["viterbi"], "strides": ["product", "viterbi", "log_prob"]}
 ROWS = [(kind, function) for kind in CASES for function in FUNCTIONS_OF.get(kind, FUNCTIONS)]
@@ -161,7 +214,9 @@ ROWS = [(kind, function) for kind in CASES for function in FUNCTIONS_OF.get(kind
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize(("kind", "function"), ROWS)
 def test_results_equal_those_of_one_process(teams, kind, ranks, function):
-    assert_same(teams(ranks), function, cases_of(kind, ranks))
+    """Each chain of a kind is divided among ranks in another way."""
+    divided = zip(CASES[kind], itertools.cycle(SIZES[ranks]), strict=False)
+    assert_same(teams(ranks), function, [make(sizes) for make, sizes in divided])
 
 
 def in_torch(rank, *args):
