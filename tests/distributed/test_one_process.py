@@ -17,7 +17,8 @@ from tests.layouts import STRANGE, relaid
 
 F64, INF, NAN = torch.float64, torch.inf, torch.nan
 OFFSETS = torch.tensor([1e6, -1e6])[:, None, None]
-GRADIENTS, CHANGES = [[f"{kind} of {name}" for name in ("x", "bulk", "p0")] for kind in ("gradient", "change")]
+NAMES = "x", "bulk", "p0"
+GRADIENTS, CHANGES = [[f"{kind} of {name}" for name in NAMES] for kind in ("gradient", "change")]
 
 # the numbers of variables of ranks; some have none, and the first of them too
 SIZES = {
@@ -267,13 +268,6 @@ def stuck(matrix, start, stop, dtype=F64):
     return case._replace(**{name: getattr(case, name).to(dtype) for name in ("x", "bulk", "p0")})
 
 
-def ended():
-    """Sequences that are impossible where they end, early in the second part."""
-    case = stuck("identity", 1, 1)._replace(lengths=torch.full((2,), LONG[0] + 5))
-    case.x[:, LONG[0] + 2] = -INF
-    return case
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     ("start", "stop"),
@@ -284,7 +278,9 @@ def test_long_chains_equal_one_process(teams, start, stop, function):
     """Ranks compute again what depends on how they began, where chains do not mix."""
     cases = [stuck(matrix, start, stop) for matrix in STUCK]
     ending = cases[0]._replace(lengths=torch.tensor([LONG[0], LONG[0] + 1]))
-    assert_same(teams(3), function, [*cases, ending, stuck("sticky", start, stop, torch.float32), ended()])
+    impossible = stuck("identity", 1, 1)._replace(lengths=torch.full((2,), LONG[0] + 5))
+    impossible.x[:, LONG[0] + 2] = -INF  # early in the second part, where sequences end
+    assert_same(teams(3), function, [*cases, ending, stuck("sticky", start, stop, torch.float32), impossible])
 
 
 def refused(rank, case, function):
@@ -315,20 +311,17 @@ def test_an_infinite_weight_is_not_an_impossible_one(teams, where):
     assert all(value.isnan() or value == INF for value in [results[0]["log-partition"] for results in found])
 
 
-def wanted_gradients(rank, case, wanted, name, args):
+def wanted_gradients(rank, case, wanted, function, args):
     """The gradients of two passes."""
-    operands = [operand.requires_grad_(want) for operand, want in zip(case.of(rank), wanted[rank], strict=True)]
-    value = getattr(distributed, name)(*operands, *(case.part(rank, "states", path) for path in args)).sum()
+    leaves = [leaf.requires_grad_(name in wanted[rank]) for name, leaf in zip(NAMES, case.of(rank), strict=True)]
+    value = getattr(distributed, function)(*leaves, *(case.part(rank, "states", path) for path in args)).sum()
     value.backward(retain_graph=True)
     value.backward()
-    return [operand.grad for operand in operands]
-
-
-X, BULK, P0 = (True, False, False), (False, True, False), (False, False, True)
+    return [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("name", ["product", "log_prob"])
-@pytest.mark.parametrize("wanted", [[X] * 3, [BULK] * 3, [(True, False, True)] * 3, [X, BULK, P0]], ids=str)
+@pytest.mark.parametrize("wanted", [["x"] * 3, ["bulk"] * 3, [("x", "p0")] * 3, ["x", "bulk", "p0"]], ids=str)
 @pytest.mark.parametrize("one_matrix", [True, False])
 def test_gradients_that_are_not_wanted_are_none(teams, wanted, one_matrix, name):
     case = chain((4, 3, 5), 3, batch=(2,), one_matrix=one_matrix)
@@ -336,8 +329,9 @@ def test_gradients_that_are_not_wanted_are_none(teams, wanted, one_matrix, name)
     leaves = [operand.detach().requires_grad_() for operand in case[:3]]
     expected = torch.autograd.grad(2 * getattr(logchain, name)(*leaves, *args).sum(), leaves)
     for rank, found in enumerate(teams(3).values(wanted_gradients, case, wanted, name, args)):
-        for of, gradient, whole, want in zip(GRADIENTS, found, expected, wanted[rank], strict=True):
-            torch.testing.assert_close(gradient, case.part(rank, of, whole) if want else None)
+        for of, gradient, whole in zip(NAMES, found, expected, strict=True):
+            part = case.part(rank, f"gradient of {of}", whole) if of in wanted[rank] else None
+            torch.testing.assert_close(gradient, part)
 
 
 def draws(rank, case, count, seed, apart=1):
@@ -374,8 +368,7 @@ def test_samples_are_by_the_first_generator_and_differ_between_ranks(teams):
 
 
 def peak(rank, sizes, c):
-    operands = torch.zeros(sizes[rank], c), torch.full((1, c, c), 1 / c), torch.ones(c)
-    leaves = [operand.requires_grad_() for operand in operands]
+    leaves = [torch.full(shape, 1 / c, requires_grad=True) for shape in ((sizes[rank], c), (1, c, c), (c,))]
     return peak_bytes(lambda: torch.autograd.grad(distributed.product(*leaves), leaves))
 
 
