@@ -2,8 +2,8 @@
 
 A CPU scans one sequence on one thread, so that threads are idle where sequences are few; and a vector times a matrix
 reads the matrix once a step, where segments that share it read it together. Segments cost a fixed time and a warm-up,
-so that only long chains gain. The constants are where both schedules took the same time on two cores of an x86-64 CPU,
-with one thread and with two; those of a GPU have not been measured.
+so that only long chains gain. The constants are near where both schedules take the same time on two cores of an x86-64
+CPU: `python -m tests.benchmarks run schedules` measures that. Those of a GPU have not been measured.
 """
 
 import math
