@@ -38,6 +38,11 @@ def with_gradients(function):
     return lambda x, *others: function(x.requires_grad_(), *others)
 
 
+def second_derivative(function, x, *others):
+    (gradient,) = torch.autograd.grad(function(x.requires_grad_(), *others).sum(), x, create_graph=True)
+    gradient.sum().backward()
+
+
 draw, count = partial(partial, distributed.sample), partial(partial, distributed.marginals)
 OF_SEQUENCES, LONG = torch.vmap(distributed.product, (0, None, None)), torch.tensor([3, 13])
 NO_GRADIENTS = "expected no gradients, as it has no derivative; use torch.no_grad()"
@@ -75,6 +80,10 @@ ERRORS = [
         (NotImplementedError, f"rank 0: {function.__name__}: {NO_GRADIENTS}", *[with_gradients(function)] * 2)
         for function in (distributed.marginals, distributed.viterbi, distributed.entropy)
     ],
+    *[
+        (RuntimeError, "logchain.distributed: expected one derivative", *[partial(second_derivative, function)] * 2)
+        for function in (product, log_prob(abs))
+    ],
     (ValueError, "x: expected at least one variable on some rank", *[lambda x, *o: product(x[:, :0], *o)] * 2),
     # of several wrong ranks the first
     (ValueError, "rank 0: p0: expected shape", lambda *_: product([], [], []), lambda x, b, p0: product(x, b, p0[:2])),
@@ -91,19 +100,6 @@ def test_an_error_on_one_rank_is_raised_on_all(teams, index):
     kind, text, *_ = ERRORS[index]
     for error in teams(3).errors(with_error, index):
         assert type(error) is kind and str(error).startswith(text), error
-
-
-def second_derivative(rank, function):
-    x, *others = operands_of(rank)
-    value = {"product": product, "log_prob": log_prob(abs)}[function](x.requires_grad_(), *others)
-    (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
-    gradient.sum().backward()
-
-
-@pytest.mark.parametrize("function", ["product", "log_prob"])
-def test_a_second_derivative_raises(teams, function):
-    for error in teams(3).errors(second_derivative, function):
-        assert isinstance(error, RuntimeError) and "expected one derivative, got a second" in str(error), error
 
 
 def outside_the_group(rank):
