@@ -68,17 +68,17 @@ def log_prob(
     if isinstance(bulk, Transition):
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "log_prob", lambda: as_paths(states, x))
         paths = question.padded(as_paths(states, x))
-        return answers.log_prob(question, _checked(paths, x.shape[-1]))
+        return answers.log_prob(question, checked_states(paths, x.shape[-1]))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        states = _checked(as_paths(states, x), x.shape[-1])
+        states = checked_states(as_paths(states, x), x.shape[-1])
         weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
         states = as_paths(states, x)
         if ends is not None:
             states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
-        states = _checked(states, x.shape[-1])
+        states = checked_states(states, x.shape[-1])
         weight, norm = log_weight(x, bulk, p0, states, ends, log_params), log_norm(x, bulk, p0, ends, log_params)
     # a path may be impossible because the whole sequence is: -inf - (-inf) must not become NaN
     impossible = (weight == -torch.inf) & ~norm.isnan()
@@ -107,4 +107,4 @@ def check_states(states: Tensor, c: int) -> None:
             raise ValueError(f"states: expected values from -1 to c - 1 = {c - 1}, got {low} to {high}")
 
 
-_checked = checked_values("checked_states", check_states)
+checked_states = checked_values("checked_states", check_states)

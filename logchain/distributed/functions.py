@@ -15,7 +15,7 @@ from ..autograd.operator import Final
 from ..autograd.paths import log_weight
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..log_prob import as_paths, check_states
+from ..log_prob import as_paths, checked_states
 from ..marginals import Marginals
 from ..operands import arithmetic_dtype
 from ..sample import check_draws
@@ -47,7 +47,8 @@ def product(
     Raises:
         TypeError, ValueError: an argument is wrong on a rank, which the message names, or differs between ranks. Values
             of x, `bulk` and p0 are not compared.
-        RuntimeError: there is no group, or a rank did not answer within the timeout of the group.
+        RuntimeError: there is no group, or a rank did not answer within the timeout of the group; the others wait that
+            long too if one raises an error before it calls this function.
 
     Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
     does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
@@ -55,10 +56,8 @@ def product(
 
     Source: messages of a mixing chain contract in Hilbert's metric, G. Birkhoff, Trans. AMS 85 (1957).
 
-    >>> import tempfile, torch
-    >>> import torch.distributed as dist
-    >>> store = dist.FileStore(tempfile.mktemp(), 1)
-    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+    >>> import torch, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more
     >>> x, bulk = torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
     >>> product(x, bulk, torch.tensor([1.0, 1.0]))
     tensor(0.6931)
@@ -84,7 +83,6 @@ def marginals(
     log_norm, kept = part.forward(keep=True)
     needs = True, transitions is not None, False
     (states, counts, _), *_ = part.backward(log_norm, kept, torch.ones_like(log_norm), needs)
-    assert states is not None
     if counts is not None and part.one_matrix:
         counts = part.ranks.total(counts).to(states.dtype)
     return Marginals(states, counts, part.batched(log_norm).to(states.dtype))
@@ -96,32 +94,26 @@ def entropy(
 ) -> Tensor:  # fmt: skip
     """Returns the entropy `[*B]` in nats of the posterior over paths, as `logchain.entropy` defines it.
 
-    It is the sum over ranks of the entropy of a rank's variables given the last one of the rank before. Arguments and
-    errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`, in float64. The
-    result has no derivative.
+    Arguments and errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`,
+    in float64. There are no derivatives.
     """
-    call = x, bulk, p0, group, log_params, lengths, one_matrix
-    part = Part("entropy", call, dtype=lambda *_: torch.float64)
+    part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
+    dtype, previous = arithmetic_dtype(x, bulk, p0), part.zeros()
     log_norm, kept = part.forward(keep=True)
     _, before, following = part.backward(log_norm, kept, torch.ones_like(log_norm))
-    total = part.ranks.total(_entropy_of_part(part, kept, before, following))
-    return torch.where(part.batched(log_norm) == -torch.inf, 0.0, total).to(arithmetic_dtype(x, bulk, p0))
-
-
-def _entropy_of_part(part: Part, kept: Kept | None, before: Tensor, following: Tensor) -> Tensor:
-    """The entropy [*B] of a rank's variables given the one before, whose backward message is `before`."""
-    (x, bulk, p0), lengths, previous = part.operands, part.lengths, part.zeros()
-    if kept is None:
-        return part.batched(previous)
-    x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
-    if part.entered:
-        entering = kept.logs(0)
-        x, p0, lengths = part.with_previous(x, p0, part.batched(entering)[..., None, :])
-        shares = torch.softmax(entering + before, -1)
-        previous = -torch.special.xlogy(shares, shares).sum(-1)
-    lengths = None if lengths is None else lengths.clamp(min=1)
-    value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=lengths)
-    return torch.where(part.batched(part.reached), value - part.batched(previous), 0.0)
+    value = part.batched(previous)
+    if kept is not None:
+        (x, bulk, p0), lengths = part.operands, part.lengths
+        x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
+        if part.entered:
+            entering = kept.logs(0)
+            x, p0, lengths = part.with_previous(x, p0, part.batched(entering)[..., None, :])
+            shares = torch.softmax(entering + before, -1)
+            previous = -torch.special.xlogy(shares, shares).sum(-1)
+        lengths = None if lengths is None else lengths.clamp(min=1)
+        value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=lengths)
+        value = torch.where(part.batched(part.reached), value - part.batched(previous), 0.0)
+    return torch.where(part.batched(log_norm) == -torch.inf, 0.0, part.ranks.total(value)).to(dtype)
 
 
 def viterbi(
@@ -135,7 +127,6 @@ def viterbi(
     derivatives.
     """
     part = Part("viterbi", (x, bulk, p0, group, log_params, lengths, one_matrix))
-    x = part.operands[0]
     messages: Any = None
 
     def scan(chain: Chain, entering: Tensor | None) -> Tensor:
@@ -201,17 +192,12 @@ def log_prob(
     `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
     and the cost are as of `distributed.product`.
     """
-    call = x, bulk, p0, group, log_params, lengths, one_matrix
-    part = Part("log_prob", call, lambda: as_paths(states, x))
+    part = Part("log_prob", (x, bulk, p0, group, log_params, lengths, one_matrix), lambda: as_paths(states, x))
     paths = states.to(torch.int64)
     if part.lengths is not None:
         paths = torch.where(torch.arange(x.shape[-2], device=x.device) < part.lengths[..., None], paths, -1)
-
-    def describe() -> tuple[dict[str, Any], None]:
-        check_states(paths, x.shape[-1])
-        return {"states": f"axes {list(paths.shape[:-1])} before its variables"}, None
-
-    part.ranks.agree(describe)  # entries past the end of a sequence may be any
+    axes = f"axes {list(paths.shape[:-1])} before its variables"
+    part.ranks.agree(lambda: ({"states": axes}, checked_states(paths, x.shape[-1]).shape))
     if part.ranks.place is not None:
         part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths
@@ -238,8 +224,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *_Gradients.apply(ctx.part, needs, grad.double(), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, None, *_Gradients.apply(ctx.part, ctx.needs_input_grad[2:], grad.double(), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
 
 class _Gradients(Final):
@@ -271,8 +256,6 @@ class _Gradients(Final):
 
 def _path_weight(part: Part, states: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     """The log-weight [*S, *B] of this rank's steps of paths, which begin with the variable before, if there is one."""
-    if part.ranks.place is None:
-        return x.sum((-2, -1)) + states.sum(-1)  # zeros
     lengths = part.lengths
     if part.entered:
         x, p0, lengths = part.with_previous(x, p0, torch.zeros_like(x[..., :1, :]))

@@ -14,22 +14,86 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import arguments, kernels
 from ..kernels.chain import Chain
 from ..kernels.message import Kept, Message
+from ..kernels.numbers import exact_sum
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_boundaries, report_chains
 from ..schedules.segments import disagree
-from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many
 _SHARE, _STEPS = 32, 32
+# an error is raised on the other ranks as the first of these that it is an instance of, or as a RuntimeError
+_KINDS = TypeError, ValueError, NotImplementedError, MemoryError
 
 # the arguments of all functions: x, bulk, p0, group, log_params, lengths, one_matrix
 Call = tuple[Tensor, Tensor, Tensor, Any, bool, arguments.Lengths | None, bool | None]
+
+
+class Ranks:
+    """The ranks of a process group."""
+
+    def __init__(self, group: Any) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("group: expected torch.distributed to be initialized; call init_process_group")
+        self._group, self.rank = group, dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("group: expected a process group that contains this process; pass one that does")
+
+    def agree(self, describe: Callable[[], tuple[dict[str, Any], Any]]) -> tuple[dict[str, Any], list[Any]]:
+        """The fields and details of each rank; raises on all what `describe` raises on one, or if fields differ."""
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            sent: tuple[Any, ...] = None, *describe()
+        except Exception as error:
+            sent = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError), str(error), None
+        dist.all_gather_object(gathered, sent, group=self._group)
+        for rank, (kind, fields, _) in enumerate(gathered):
+            if kind is not None:
+                raise kind(f"rank {rank}: {fields}")
+            for name, value in gathered[0][1].items():
+                if fields.get(name) != value:
+                    raise ValueError(f"rank {rank}: {name}: expected {value}, as on rank 0, got {fields.get(name)}")
+        return gathered[0][1], [details for *_, details in gathered]
+
+    def arrange(self, sizes: Sequence[int]) -> None:
+        """Order the ranks that have variables, of which there are `sizes`; `place` is this one's, None without any."""
+        if not sum(sizes):
+            raise ValueError("x: expected at least one variable on some rank, got none")
+        filled = [rank for rank, size in enumerate(sizes) if size > 0]
+        self._filled = [rank if self._group is None else dist.get_global_rank(self._group, rank) for rank in filled]
+        self.place: int | None = filled.index(self.rank) if sizes[self.rank] else None
+
+    def neighbor(self, step: int) -> int | None:
+        """The rank with the next variables, or for step -1 with the previous ones; None if there is none."""
+        place = -1 if self.place is None else self.place + step
+        return self._filled[place] if 0 <= place < len(self._filled) else None
+
+    def exchange(self, step: int, sent: Tensor | None, received: Tensor | None = None) -> None:
+        """Send to the neighbor in a direction and receive from the opposite one; None, or no neighbor: nothing."""
+        sides: Any = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
+        used = [side for side in sides if side[1] is not None and side[2] is not None and side[1].numel()]
+        operations = [dist.P2POp(operation, tensor.contiguous(), rank, self._group) for operation, tensor, rank in used]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over ranks of float64 values."""
+        value = value.double().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(value, group=self._group)
+        return value
+
+    def exact_total(self, terms: Tensor) -> Tensor:
+        """The sum of float64 terms over the first axis and over ranks, rounded once."""
+        terms = terms.contiguous()
+        gathered = [torch.empty_like(terms) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, terms, group=self._group)
+        return torch.stack(exact_sum(torch.cat(gathered))).sum(0)
 
 
 class Part:
@@ -44,10 +108,7 @@ class Part:
         self, function: str, call: Call, check: Callable[[], object] = lambda: None, *,
         dtype: Callable[..., torch.dtype] | None = None, by_log: bool = False, full: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        """`check` checks other arguments, of which `options` have to be the same on all ranks.
-
-        Operands are converted to `dtype(x, bulk, p0)`; if `full`, each step gets a matrix.
-        """
+        """`options` are the same on all ranks; operands get the `dtype`, if any; and each step a matrix, if `full`."""
         x, bulk, p0, group, self.log_params, _, one_matrix = call
         self.ranks = ranks = Ranks(group)
         fields, details = ranks.agree(lambda: _described(function, call, check, options))
@@ -60,17 +121,16 @@ class Part:
             if count != expected:
                 text = "1 for every step" if self.one_matrix else f"{expected} matrices, or 1 on every rank,"
                 raise ValueError(f"rank {rank}: bulk: expected {text} to go with v_r = {size}, got {count}")
-        start, v = sum(sizes[: ranks.rank]), x.shape[-2]
+        start, (*batch, v, c) = sum(sizes[: ranks.rank]), x.shape
         self.entered = bool(ranks.place)
         x, bulk, p0 = (operand.detach().to(dtype(*call[:3]) if dtype else operand.dtype) for operand in (x, bulk, p0))
         if full:
-            bulk, self.one_matrix = bulk.expand(*x.shape[:-2], max(0, v - (start == 0)), *bulk.shape[-2:]), False
+            bulk, self.one_matrix = bulk.expand(*batch, max(0, v - (start == 0)), c, c), False
         self.operands, self.layout = (x, bulk, p0), Layout.of(x, bulk)
         self.lengths = ends = None
         self.reached = self.continues = torch.ones(self.layout.grid, dtype=torch.bool, device=x.device)
         if fields["lengths"] is not None:
-            whole_x = x.new_empty(()).expand(*x.shape[:-2], sum(sizes), x.shape[-1])
-            whole = arguments.as_lengths(fields["lengths"], whole_x)
+            whole = arguments.as_lengths(fields["lengths"], x.new_empty(()).expand(*batch, sum(sizes), c))
             self.lengths = (whole - start).clamp(0, v)
             left = self.layout.sequences(whole) - start
             ends, self.reached, self.continues = left[..., None].clamp(0, v), left > 0, left > v
@@ -101,9 +161,8 @@ class Part:
         return torch.cat([potentials, x], -2), torch.full_like(p0, float(not self.log_params)), lengths
 
     def carry(
-        self, scan: Callable[[Chain, Tensor | None], Tensor], differ: Callable[[Tensor, Tensor], Tensor],
-        compared: Tensor, step: int = 1,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, scan: Callable[..., Tensor], differ: Callable[..., Tensor], compared: Tensor, step: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """The messages (g, m, c) that arrive, 0 if none does, and leave; `step` is 1 forward and -1 backward.
 
         `scan` maps the message that enters this rank's chain, or a window of it, to the one that leaves; None enters
@@ -114,46 +173,43 @@ class Part:
         if not self.active:
             return arrived, arrived
         first, count = ranks.neighbor(-step) is None, min(v, max(v // _SHARE, _STEPS))
-        sent = leaving = None
-        if first and count == v:
-            sent = leaving = scan(self.chain, None)
-        elif ranks.neighbor(step) is not None:
-            sent = scan(self._window(v - count, v) if step > 0 else self._window(0, count), self.zeros(c))
-        ranks.exchange(step, sent, guess)
-        leaving = scan(self.chain, None if first else guess) if leaving is None else leaving
-        ranks.exchange(step, None, arrived)
-        refused = differ(arrived, guess) & compared
-        if refused.any():  # the only value that is read on the host
-            report_boundaries(refused)
-            leaving = scan(self.chain, arrived)
-        ranks.exchange(step, leaving)
+        with kernels.arithmetic_on(self.chain.x):
+            sent = leaving = None
+            if first and count == v:
+                sent = leaving = scan(self.chain, None)
+            elif ranks.neighbor(step) is not None:
+                sent = scan(self._window(v - count, v) if step > 0 else self._window(0, count), self.zeros(c))
+            ranks.exchange(step, sent, guess)
+            leaving = scan(self.chain, None if first else guess) if leaving is None else leaving
+            ranks.exchange(step, None, arrived)
+            refused = differ(arrived, guess) & compared
+            if refused.any():  # the only value that is read on the host
+                report_boundaries(refused)
+                leaving = scan(self.chain, arrived)
+            ranks.exchange(step, leaving)
         return arrived, leaving
 
     def forward(self, keep: bool) -> tuple[Tensor, Kept | None]:
         """The log-partitions (g, m), the same on all ranks, and what `backward` reads, to `keep` if there is any."""
         chain, kept, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
         memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
+        kernel: Callable[..., tuple[Kept | None, Message]] = kernels.chain_kernels(chain.x).forward
 
         def scan(chain: Chain, entering: Tensor | None) -> Tensor:
             nonlocal kept, scale
             message = None if entering is None else Message(entering, self.zeros(2).movedim(-1, 0))
-            into = memory if chain is self.chain else None
-            leaving: Message
-            kept, leaving = kernels.chain_kernels(chain.x).forward(chain, message, keep=into, leave=True)
-            scale = leaving.scale
-            return leaving.values
+            kept, (values, scale) = kernel(chain, message, keep=memory if chain is self.chain else None, leave=True)
+            return values
 
-        with kernels.arithmetic_on(chain.x):
-            self.carry(scan, partial(disagree, chain), self.reached)
+        self.carry(scan, partial(disagree, chain), self.reached)
         log_norm = self.ranks.exact_total(scale)
-        if kept is None:
-            return log_norm, None
-        report_chains(kept.redone)
-        return log_norm, kept._replace(log_norm=log_norm) if keep else None
+        if kept is not None:
+            report_chains(kept.redone)
+        return log_norm, kept._replace(log_norm=log_norm) if kept is not None and keep else None
 
     def backward(
         self, log_norm: Tensor, kept: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
-    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
+    ) -> tuple[list[Any], Tensor, Tensor]:
         """The gradients of `sum(weight * log_norm)` by this rank's x, bulk and p0, where needed, and two messages.
 
         They are the backward messages (g, m, c) of the variable before this part, and of its last one.
@@ -181,8 +237,7 @@ class Part:
                 grad_p0.copy_(self.layout.states(before).sum_to_size(p0.shape))
             return self.zeros(chain.c)
 
-        with kernels.arithmetic_on(x):
-            following, before = self.carry(scan, partial(disagree, self.chain), compared, -1)
+        following, before = self.carry(scan, partial(disagree, self.chain), compared, -1)
         return [grad_x, grad_bulk, grad_p0], before, following
 
     def _window(self, start: int, stop: int) -> Chain:
@@ -208,13 +263,13 @@ def _described(
             raise TypeError(f"{name}: expected a tensor of this rank alone, got a DTensor; pass its to_local()")
     arguments.check_chain(x, bulk, p0, part=True)
     if function not in ("product", "log_prob") and differentiated(x, bulk, p0):
-        text = "expected operands without gradients, as it has no derivative; call it under torch.no_grad()"
-        raise NotImplementedError(f"{function}: {text}")
+        raise NotImplementedError(f"{function}: expected no gradients, as it has no derivative; use torch.no_grad()")
     ends = None if lengths is None else arguments.tensor_of(lengths)
     if ends is not None and ends.numel():
         arguments.check_integers("lengths", ends)
     arguments.check_signs(bulk, p0, log_params)
-    fields = {
+    check()
+    return {
         "function": function,
         "x": f"shape {[*x.shape[:-2], 'v', x.shape[-1]]} of {x.dtype} on {x.device.type}".replace("'", ""),
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
@@ -223,6 +278,5 @@ def _described(
         "lengths": None if ends is None else ends.tolist(),
         "one_matrix": one_matrix,
         "gradients": differentiated(x, bulk, p0),
-    }
-    check()
-    return fields | options, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])
+        **options,
+    }, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])

@@ -2,14 +2,13 @@
 
 A CPU scans one sequence on one thread, so that threads are idle where sequences are few; and a vector times a matrix
 reads the matrix once a step, where segments that share it read it together. Segments cost a fixed time and a warm-up,
-so that only long chains gain. The constants are where both schedules took the same time on two cores of an x86-64 CPU,
-with one thread and with two; those of a GPU have not been measured.
+so that only long chains gain. The constants are near where both schedules take the same time on two cores of an x86-64
+CPU: `python -m tests.benchmarks run schedules` measures that. Those of a GPU have not been measured.
 """
 
 import math
 import re
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
 from ..kernels.chain import FEW_STATES, has_idle_threads
+from ..operands import arithmetic_dtype
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
 STRATEGIES = get_args(Strategy)
@@ -69,10 +69,10 @@ class Size(NamedTuple):
     lengths: bool
 
     @classmethod
-    def of(cls, x: Sequence[int], bulk: Sequence[int], item: int, lengths: bool) -> "Size":
-        """The sizes of operands with these shapes."""
-        *batch, v, c = x
-        return cls(math.prod(batch), v, c, item, bulk[-3] == 1, lengths)
+    def of(cls, x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool) -> "Size":
+        """The sizes of checked operands."""
+        *batch, v, c = x.shape
+        return cls(math.prod(batch), v, c, arithmetic_dtype(x, bulk, p0).itemsize, bulk.shape[-3] == 1, lengths)
 
 
 def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto") -> Schedule:
@@ -81,9 +81,7 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto
         name, *numbers = strategy.split(":")
         cut = name == "segments" and not (lengths and kernels.on_gpu(p0))
         return Schedule(*(map(int, numbers) if numbers else [_UNKNOWN])) if cut else SEQUENTIAL
-    item = 8 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else 4
-    place = "gpu" if kernels.on_gpu(p0) else p0.device.type
-    return choose(Size.of(x.shape, bulk.shape, item, lengths), place, strategy)[0]
+    return choose(Size.of(x, bulk, p0, lengths), kernels.on_gpu(p0), strategy)[0]
 
 
 def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
@@ -115,24 +113,24 @@ def _known(x: Tensor, bulk: Tensor) -> bool:
     return all(known(size) for size in (*x.shape, *bulk.shape))
 
 
-def choose(size: Size, place: str, strategy: str) -> tuple[Schedule, str]:
-    """The schedule, and the reason for it; `place` is "gpu" or the type of another device."""
+def choose(size: Size, gpu: bool, strategy: str) -> tuple[Schedule, str]:
+    """The schedule, and the reason for it."""
     name, *numbers = strategy.split(":")
     if name == "sequential":
         return SEQUENTIAL, f"strategy={strategy!r}"
     if size.v < 3 or size.n * size.c == 0:
         return SEQUENTIAL, "a chain of one or two variables" if size.v < 3 else "no entries"
-    if place == "gpu" and size.lengths:
+    if gpu and size.lengths:
         return SEQUENTIAL, "lengths on a GPU"
     if numbers:
         segments, warm_up = (*map(int, numbers), 0)[:2]
         return Schedule(min(segments, size.v - 1), warm_up), f"strategy={strategy!r}"
-    wanted, longest = _on_gpu(size) if place == "gpu" else _on_cpu(size)
+    wanted, longest = _on_gpu(size) if gpu else _on_cpu(size)
     if longest < 2:
         return SEQUENTIAL, "too short for segments"
     if name == "segments":
         return Schedule(min(max(2, wanted), longest)), f"strategy={strategy!r}"
-    gains, reason = _gains_on_gpu(size) if place == "gpu" else _gains_on_cpu(size, wanted)
+    gains, reason = _gains_on_gpu(size) if gpu else _gains_on_cpu(size, wanted)
     return Schedule(min(wanted, longest)) if gains else SEQUENTIAL, reason
 
 

@@ -94,9 +94,8 @@ class Packed:
         own = len(self.bulk) > 1
         if own and len(self._groups) < n:  # matrices would have to be copied
             return False
-        double = arithmetic_dtype(*self.operands) == torch.float64
-        size = Size(n, v, c, 8 if double else 4, not own, lengths=False)
-        return choose(size, "cpu", "auto")[0].segments > 1
+        size = Size(n, v, c, arithmetic_dtype(*self.operands).itemsize, not own, lengths=False)
+        return choose(size, False, "auto")[0].segments > 1
 
     def walks_in_place(self, log_params: object) -> bool:
         """Whether kernels for one matrix take the rows where they lie; padded batches check `log_params`."""

@@ -328,6 +328,24 @@ def sharpness(workload: Workload, dtype: torch.dtype) -> Iterator[Comparison]:
         yield Comparison(case, {name: make(*chain) for name, chain in chains.items()})
 
 
+# threads, and sizes of one sequence from which `strategy="auto"` cuts it into segments
+CUT = [
+    (2, Workload(1, 98_304, 16, ONE)), (2, Workload(1, 12_288, 64, ONE)), (1, Workload(1, 3_686, 128, ONE)),
+    (1, Workload(1, 1_024, 256, ONE)), (1, Workload(1, 96, 1_024, ONE)), (2, Workload(1, 24_576, 16, STEP)),
+    (2, Workload(1, 3_072, 64, STEP)),
+]  # fmt: skip
+
+
+def schedules(workload: Workload) -> Iterator[Comparison]:
+    """One scan compared with segments, for half and twice the steps from which these are chosen."""
+    for v in (workload.v // 2, 2 * workload.v):
+        chain = draw(workload._replace(v=v))
+        names = {"logchain": "sequential", **{name: name for name in ("segments", "segments:4", "segments:16")}}
+        for mode, make in (FORWARD, partial), (GRADIENTS, with_gradients):
+            calls = {key: make(partial(logchain.product, strategy=name), *chain) for key, name in names.items()}
+            yield Comparison(f"schedules/{workload._replace(v=v)}, {threads()}/{mode}", calls)
+
+
 def streams(v: int = 1_000_000, c: int = 8) -> Iterator[Comparison]:
     """A stream in pieces, compared with the product of all steps at once."""
     generator = torch.Generator().manual_seed(0)

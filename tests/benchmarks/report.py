@@ -149,7 +149,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "accuracy": lambda: by_provider("accuracy", errors),
     "memory": lambda: by_provider("memory", lambda values, name: cell(values, name, PEAK, "x")),
-    **{kind: partial(compared, kind) for kind in ("layers", "paths", "ranks", "sharpness", "streams", "structures")},
+    **{kind: partial(compared, kind) for kind in ("layers", "paths", "ranks", "schedules", "sharpness", "streams")},
+    "structures": partial(compared, "structures"),
     # where the numbers of the plot of jobs come from
     "caption": lambda: of_jobs()[0],
 }

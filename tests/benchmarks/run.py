@@ -284,6 +284,7 @@ def tasks() -> list[Task]:
         *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
         *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
         *(Task(f"structures/{make.__name__}", make) for make in cases.STRUCTURES),
+        *(Task(f"schedules/{workload}", cases.schedules, (workload,), threads=count) for count, workload in cases.CUT),
         Task("streams", cases.streams),
         *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in RANKS),
     ]

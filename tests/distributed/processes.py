@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from torch.utils._pytree import tree_map_only
 GROUP, TASK = 30, 100
 
 
-class Team:
-    """A group of processes, one for each rank, that runs one task after the other; a context manager."""
+class Team(ExitStack):
+    """A group of processes, one for each rank, that runs one task after the other."""
 
     def __init__(self, size: int, folder: Path, timeout: float = GROUP) -> None:
+        super().__init__()
         context, self.broken = multiprocessing.get_context("forkserver"), False
         context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
-        shared = size, str(folder / "store"), timeout
-        self._ranks = [ProcessPoolExecutor(1, context, _join, (rank, *shared)) for rank in range(size)]
+        joined = [(rank, size, str(folder / "store"), timeout) for rank in range(size)]
+        self._ranks = [self.enter_context(ProcessPoolExecutor(1, context, _join, args)) for args in joined]
         self._processes = [begun.result(TASK) for begun in [rank.submit(os.getpid) for rank in self._ranks]]
 
     def values(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -49,16 +51,8 @@ class Team:
         self.broken = len(set(map(str, errors))) > 1 and any(isinstance(error, RuntimeError) for error in errors)
         return tasks
 
-    def __enter__(self) -> "Team":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for rank in self._ranks:
-            rank.shutdown()
-
 
 def _join(rank: int, size: int, path: str, timeout: float) -> None:
-    """Join the group."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     store, patience = dist.FileStore(path, size), datetime.timedelta(seconds=timeout)

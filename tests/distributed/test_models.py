@@ -14,10 +14,17 @@ STEPS, SEQUENCES, V = 4, 6, 9
 LENGTHS = torch.tensor([9, 5, 1, 7, 9, 3])
 CATEGORIES = torch.randint(0, 4, (SEQUENCES, V), generator=torch.Generator().manual_seed(0))
 VECTORS = torch.randn(SEQUENCES, V, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+# by kind: the model, and its log-likelihoods of some sequences of a batch
 MODELS = {
-    "hmm": lambda: HMM(3, "gaussian", num_features=4),
-    "crf": lambda: LinearChainCRF(4, batch_first=True),
-    "circuit": lambda: ChainCircuit(V, 3, 2, num_categories=4),
+    "hmm": (
+        lambda: HMM(3, "gaussian", num_features=4),
+        lambda model, some: model(VECTORS[some], lengths=LENGTHS[some]),
+    ),
+    "crf": (
+        lambda: LinearChainCRF(4, batch_first=True),
+        lambda model, some: model(VECTORS[some], CATEGORIES[some], torch.arange(V) < LENGTHS[some, None], "none"),
+    ),
+    "circuit": (lambda: ChainCircuit(V, 3, 2, num_categories=4), lambda model, some: model(CATEGORIES[some])),
 }
 WRAPPERS = {
     "ddp": DistributedDataParallel,
@@ -28,24 +35,14 @@ WRAPPERS = {
 def model_of(kind):
     """The model, the same in every process."""
     torch.manual_seed(1)
-    return MODELS[kind]().double()
-
-
-def loss_of(model, kind, sequences):
-    """The mean over some sequences of a batch, by the model's `forward`."""
-    lengths = LENGTHS[sequences]
-    if kind == "circuit":
-        return -model(CATEGORIES[sequences]).mean()
-    if kind == "crf":
-        return -model(VECTORS[sequences], CATEGORIES[sequences], torch.arange(V) < lengths[:, None], reduction="mean")
-    return -model(VECTORS[sequences], lengths=lengths).mean()
+    return MODELS[kind][0]().double()
 
 
 def trained(model, kind, sequences=slice(None)):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        losses.append(loss_of(model, kind, sequences))
+        losses.append(-MODELS[kind][1](model, sequences).mean())
         losses[-1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

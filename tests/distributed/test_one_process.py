@@ -2,21 +2,23 @@
 
 import itertools
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import logchain
 from logchain import distributed
 from logchain.memory import peak_bytes
 from tests.contract import of_steps
-from tests.distributed.chains import chain
-from tests.layouts import STRANGE
+from tests.layouts import STRANGE, relaid
 
 F64, INF, NAN = torch.float64, torch.inf, torch.nan
 OFFSETS = torch.tensor([1e6, -1e6])[:, None, None]
-GRADIENTS = "gradient of x", "gradient of bulk", "gradient of p0"
+NAMES = "x", "bulk", "p0"
+GRADIENTS, CHANGES = [[f"{kind} of {name}" for name in NAMES] for kind in ("gradient", "change")]
 
 # the numbers of variables of ranks; some have none, and the first of them too
 SIZES = {
@@ -25,18 +27,78 @@ SIZES = {
     3: [(4, 3, 5), (0, 4, 3), (3, 0, 4), (1, 1, 1), (2, 6, 0), (0, 5, 0)],
 }
 
+# the axis of variables, counted from the end, of results that have one
+_OF_VARIABLES = {"gradient of x": -2, "change of x": -2, "posteriors": -2, "states": -1}
+_OF_STEPS = "gradient of bulk", "change of bulk", "counts"
 
-def gradients(value, leaves):
-    """The gradients of values with weights that differ by sequence."""
+
+class Case(NamedTuple):
+    """A chain as one process has it, the numbers of variables of ranks, and the layout of their parts, if any."""
+
+    x: Tensor
+    bulk: Tensor
+    p0: Tensor
+    lengths: Tensor | None
+    log_params: bool
+    sizes: tuple[int, ...]
+    layout: str | None = None
+
+    @property
+    def options(self) -> dict:
+        return {"log_params": self.log_params, "lengths": self.lengths}
+
+    @property
+    def paths(self) -> Tensor:
+        """The best path, and one that may be impossible [2, *B, v]; past a sequence's end is no state at all."""
+        best = logchain.viterbi(*self[:3], **self.options).states
+        ends = best.shape[-1] if self.lengths is None else self.lengths[..., None]
+        inside, paths = torch.arange(best.shape[-1]) < ends, torch.stack([best, best.roll(1, -1).clamp(min=0)], -1)
+        return torch.where(inside[..., None], paths, -100).movedim(-1, 0)  # of strange strides
+
+    def of(self, rank: int) -> tuple[Tensor, ...]:
+        """x, `bulk` and p0 of a rank."""
+        parts = self.part(rank, "gradient of x", self.x), self.part(rank, "gradient of bulk", self.bulk), self.p0
+        return tuple(part.clone() if self.layout is None else relaid(part, self.layout) for part in parts)
+
+    def part(self, rank: int, name: str, result: Tensor) -> Tensor:
+        """A rank's part of a result, by its name: that of its variables, or of the steps that lead into them."""
+        start, stop = sum(self.sizes[:rank]), sum(self.sizes[: rank + 1])
+        if name in _OF_VARIABLES:
+            return result.narrow(_OF_VARIABLES[name], start, stop - start)
+        if name == "transitions" or (name in _OF_STEPS and self.bulk.shape[-3] > 1):
+            return result[..., max(0, start - 1) : max(0, stop - 1), :, :]
+        return result
+
+
+def chain(
+    sizes, c, *, batch=(), own=(), one_matrix=True, log_params=False, dtype=F64, lengths=False, zeros=0.2, scale=2.0,
+    change=lambda x: x, layout=None,
+) -> Case:  # fmt: skip
+    """A random chain with zeros among its weights; `own` are the batch axes of `bulk`, and `change` is made to x."""
+    generator = torch.Generator().manual_seed(sum(sizes) + c)
+    v = sum(sizes)
+    x = scale * torch.randn(*batch, v, c, generator=generator, dtype=F64)
+    bulk = torch.rand(*own, 1 if one_matrix else v - 1, c, c, generator=generator, dtype=F64)
+    bulk = bulk * (torch.rand(bulk.shape, generator=generator) > zeros)
+    p0 = torch.rand(c, generator=generator, dtype=F64)
+    bulk, p0 = (bulk.log(), p0.log()) if log_params else (bulk, p0)
+    p0 = p0 if layout is None else p0.expand(*batch, -1)
+    ends = torch.randint(1, v + 1, batch, generator=generator) if lengths else None
+    return Case(change(x).to(dtype), bulk.to(dtype), p0.to(dtype), ends, log_params, tuple(sizes), layout)
+
+
+def differentiated(function, operands, *args, **options):
+    """Values, and their gradients with weights that differ by sequence."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    value = function(*leaves, *args, **options)
     weight = torch.linspace(0.5, 2.0, value.numel(), dtype=value.dtype, device="cpu").view(value.shape)
-    return dict(zip(GRADIENTS, torch.autograd.grad(value, leaves, weight), strict=True))
+    return value.detach(), torch.autograd.grad(value, leaves, weight)
 
 
 def product(package, operands, paths, **options):
-    leaves = [operand.detach().requires_grad_() for operand in operands]
-    value = package.product(*leaves, **options)
-    found = {"log-partition": value.detach(), "without gradients": package.product(*operands, **options)}
-    return found | gradients(value, leaves)
+    value, gradients = differentiated(package.product, operands, **options)
+    without = package.product(*operands, **options)
+    return {"log-partition": value, "without gradients": without, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
 def marginals(package, operands, paths, **options):
@@ -47,11 +109,8 @@ def marginals(package, operands, paths, **options):
 
 
 def log_prob(package, operands, paths, **options):
-    leaves = [operand.detach().requires_grad_() for operand in operands]
-    value = package.log_prob(*leaves, paths, **options)
-    # their terms cancel
-    changes = {name.replace("gradient", "change"): change for name, change in gradients(value, leaves).items()}
-    return {"log-probability": value.detach(), **changes}
+    value, changes = differentiated(package.log_prob, operands, paths, **options)  # their terms cancel
+    return {"log-probability": value, **dict(zip(CHANGES, changes, strict=True))}
 
 
 # what is compared of each function, by name
@@ -65,13 +124,12 @@ FUNCTIONS = {
 
 
 def on_rank(rank, function, cases, paths, **options):
-    found = []
+    results = []
     for case, path in zip(cases, paths, strict=True):
         # ranks of one matrix each cannot know whether it is the same step after step
-        known = {} if case.bulk.shape[-3] == 1 else {"one_matrix": False}
-        part, settings = case.part(rank, "states", path), {**known, **case.options, **options}
-        found.append(FUNCTIONS[function](distributed, case.of(rank), part, **settings))
-    return found
+        settings = {"one_matrix": None if case.bulk.shape[-3] == 1 else False, **case.options, **options}
+        results.append(FUNCTIONS[function](distributed, case.of(rank), case.part(rank, "states", path), **settings))
+    return results
 
 
 def assert_same(team, function, cases, run=on_rank):
@@ -82,29 +140,31 @@ def assert_same(team, function, cases, run=on_rank):
         for name, expected in FUNCTIONS[function](logchain, case[:3], paths[index], **case.options).items():
             for rank, results in enumerate(by_rank):
                 found, part = results[index][name], case.part(rank, name, expected)
-                torch.testing.assert_close(found, part, **tolerance(case, name, part.dtype), equal_nan=True)
+                rtol, atol = tolerance(case, name, part.dtype)
+                torch.testing.assert_close(found, part, rtol=rtol, atol=atol, equal_nan=True)
                 if part is expected:
                     assert torch.equal(found.nan_to_num(), by_rank[0][index][name].nan_to_num())
 
 
 def tolerance(case, name, dtype):
+    """The relative and the absolute error of a result."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     bound = 2 * of_steps(sum(case.sizes), case.x.shape[-1], 20.0, dtype=case.x.dtype)
     match name:
         case "log-partition" | "without gradients" | "score":
-            return {"rtol": 2 * eps, "atol": bound}
+            return 2 * eps, bound
         case "log-probability":  # a difference too
             largest = case.x.double().abs().nan_to_num(posinf=0.0).sum(-2).max() if case.x.numel() else 0.0
-            return {"rtol": 2 * eps, "atol": bound + 4 * torch.finfo(F64).eps * float(largest)}
+            return 2 * eps, bound + 4 * torch.finfo(F64).eps * float(largest)
         case "entropy":  # a difference of two numbers of the size of the log-partition
-            return {"rtol": 1e-11, "atol": 1e-8} if dtype == F64 else {"rtol": 0, "atol": 1e-5}
+            return (1e-11, 1e-8) if dtype == F64 else (0, 1e-5)
         case "states":
-            return {"rtol": 0, "atol": 0}
+            return 0, 0
         case "change of x" | "change of bulk" | "change of p0":  # each is a count, over a weight, less another
-            weights = torch.cat([weight.double().flatten() for weight in (case.bulk, case.p0)])
+            weights = torch.cat([case.bulk.double().flatten(), case.p0.double().flatten()])
             largest = sum(case.sizes) * (1.0 if case.log_params else 1 / float(weights[weights > 0].min()))
-            return {"rtol": 2 * bound, "atol": largest * max(2 * bound, eps)}
-    return {"rtol": max(2 * bound, eps), "atol": case.x.shape[-1] * eps}
+            return 2 * bound, largest * max(2 * bound, eps)
+    return max(2 * bound, eps), case.x.shape[-1] * eps
 
 
 def degenerate(sizes, **options):
@@ -147,12 +207,6 @@ CASES = {
     "underflow": each(underflowing, where=[3, 4, 5, 9, 10, 11], dtype=[torch.float32, F64]),
 }
 
-
-def cases_of(kind, ranks):
-    """The chains of a kind, each for another division among ranks."""
-    return [make(sizes) for make, sizes in zip(CASES[kind], itertools.cycle(SIZES[ranks]), strict=False)]
-
-
 # each kind for all functions, but for these
 FUNCTIONS_OF = {"ties": ["viterbi"], "strides": ["product", "viterbi", "log_prob"]}
 ROWS = [(kind, function) for kind in CASES for function in FUNCTIONS_OF.get(kind, FUNCTIONS)]
@@ -161,7 +215,9 @@ ROWS = [(kind, function) for kind in CASES for function in FUNCTIONS_OF.get(kind
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize(("kind", "function"), ROWS)
 def test_results_equal_those_of_one_process(teams, kind, ranks, function):
-    assert_same(teams(ranks), function, cases_of(kind, ranks))
+    """Each chain of a kind is divided among ranks in another way."""
+    divided = zip(CASES[kind], itertools.cycle(SIZES[ranks]), strict=False)
+    assert_same(teams(ranks), function, [make(sizes) for make, sizes in divided])
 
 
 def in_torch(rank, *args):
@@ -173,10 +229,8 @@ def in_torch(rank, *args):
 def in_unlike_processes(rank, *args):
     """The ranks differ in what has no meaning: their calls before, their threads and their default devices."""
     *alone, together = [dist.new_group(members) for members in ([0], [1], [2], [0, 1, 2])]
-    operands = chain((5,), 3)[:3]
     for _ in range(rank):
-        value = distributed.product(*operands, group=alone[rank])
-        torch.testing.assert_close(value, logchain.product(*operands))
+        distributed.product(*chain((5,), 3)[:3], group=alone[rank])
     torch.set_num_threads(1 + rank)
     torch.set_default_device("meta" if rank == 1 else None)
     try:
@@ -214,13 +268,6 @@ def stuck(matrix, start, stop, dtype=F64):
     return case._replace(**{name: getattr(case, name).to(dtype) for name in ("x", "bulk", "p0")})
 
 
-def ended():
-    """Sequences that are impossible where they end, early in the second part."""
-    case = stuck("identity", 1, 1)._replace(lengths=torch.full((2,), LONG[0] + 5))
-    case.x[:, LONG[0] + 2] = -INF
-    return case
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     ("start", "stop"),
@@ -231,7 +278,9 @@ def test_long_chains_equal_one_process(teams, start, stop, function):
     """Ranks compute again what depends on how they began, where chains do not mix."""
     cases = [stuck(matrix, start, stop) for matrix in STUCK]
     ending = cases[0]._replace(lengths=torch.tensor([LONG[0], LONG[0] + 1]))
-    assert_same(teams(3), function, [*cases, ending, stuck("sticky", start, stop, torch.float32), ended()])
+    impossible = stuck("identity", 1, 1)._replace(lengths=torch.full((2,), LONG[0] + 5))
+    impossible.x[:, LONG[0] + 2] = -INF  # early in the second part, where sequences end
+    assert_same(teams(3), function, [*cases, ending, stuck("sticky", start, stop, torch.float32), impossible])
 
 
 def refused(rank, case, function):
@@ -258,24 +307,21 @@ def test_sequences_that_underflow_are_reported_by_their_rank(teams, rank, where)
 def test_an_infinite_weight_is_not_an_impossible_one(teams, where):
     case = chain((5, 4, 6), 3, one_matrix=False, zeros=0.0)
     case.bulk[where, 1, 1] = INF
-    found = teams(3).values(on_rank, "product", [case], [torch.zeros(15, dtype=torch.int64)])
-    assert all(value.isnan() or value == INF for value in [results[0]["log-partition"] for results in found])
+    for [results] in teams(3).values(on_rank, "product", [case], [case.x[:, 0]]):
+        assert results["log-partition"].isnan() or results["log-partition"] == INF
 
 
-def wanted_gradients(rank, case, wanted, name, args):
+def wanted_gradients(rank, case, wanted, function, args):
     """The gradients of two passes."""
-    operands = [operand.requires_grad_(want) for operand, want in zip(case.of(rank), wanted[rank], strict=True)]
-    value = getattr(distributed, name)(*operands, *(case.part(rank, "states", path) for path in args)).sum()
+    leaves = [leaf.requires_grad_(name in wanted[rank]) for name, leaf in zip(NAMES, case.of(rank), strict=True)]
+    value = getattr(distributed, function)(*leaves, *(case.part(rank, "states", path) for path in args)).sum()
     value.backward(retain_graph=True)
     value.backward()
-    return [operand.grad for operand in operands]
-
-
-X, BULK, P0 = (True, False, False), (False, True, False), (False, False, True)
+    return [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("name", ["product", "log_prob"])
-@pytest.mark.parametrize("wanted", [[X] * 3, [BULK] * 3, [(True, False, True)] * 3, [X, BULK, P0]], ids=str)
+@pytest.mark.parametrize("wanted", [["x"] * 3, ["bulk"] * 3, [("x", "p0")] * 3, ["x", "bulk", "p0"]], ids=str)
 @pytest.mark.parametrize("one_matrix", [True, False])
 def test_gradients_that_are_not_wanted_are_none(teams, wanted, one_matrix, name):
     case = chain((4, 3, 5), 3, batch=(2,), one_matrix=one_matrix)
@@ -283,8 +329,9 @@ def test_gradients_that_are_not_wanted_are_none(teams, wanted, one_matrix, name)
     leaves = [operand.detach().requires_grad_() for operand in case[:3]]
     expected = torch.autograd.grad(2 * getattr(logchain, name)(*leaves, *args).sum(), leaves)
     for rank, found in enumerate(teams(3).values(wanted_gradients, case, wanted, name, args)):
-        for of, gradient, whole, want in zip(GRADIENTS, found, expected, wanted[rank], strict=True):
-            torch.testing.assert_close(gradient, case.part(rank, of, whole) if want else None)
+        for of, gradient, whole in zip(NAMES, found, expected, strict=True):
+            part = case.part(rank, f"gradient of {of}", whole) if of in wanted[rank] else None
+            torch.testing.assert_close(gradient, part)
 
 
 def draws(rank, case, count, seed, apart=1):
@@ -321,8 +368,7 @@ def test_samples_are_by_the_first_generator_and_differ_between_ranks(teams):
 
 
 def peak(rank, sizes, c):
-    operands = torch.zeros(sizes[rank], c), torch.full((1, c, c), 1 / c), torch.ones(c)
-    leaves = [operand.requires_grad_() for operand in operands]
+    leaves = [torch.full(shape, 1 / c, requires_grad=True) for shape in ((sizes[rank], c), (1, c, c), (c,))]
     return peak_bytes(lambda: torch.autograd.grad(distributed.product(*leaves), leaves))
 
 

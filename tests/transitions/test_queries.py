@@ -308,3 +308,4 @@ def test_plan_of_structures_counts_their_multiply_adds(kind):
     problem = Problem(kind)
     planned = logchain.plan(problem.x, problem.structure, problem.p0)
     assert f"{problem.structure.multiply_adds} multiply-adds per step in place of {C**2}" in str(planned)
+    assert logchain.plan(problem.x.shape, problem.structure, problem.p0.shape, dtype=problem.x.dtype) == planned
