@@ -27,8 +27,6 @@ _MODULES = {
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "cpu.matmul", "plain.matmul"),
     "stack": ("gpu.product", "cpu.product", "plain.product"),
-    "bands": ("plain.bands", "cpu.sparse", "plain.bands"),
-    "arcs": ("plain.arcs", "cpu.sparse", "plain.arcs"),
     "factors": ("plain.products", "cpu.products", "plain.products"),
 }
 
@@ -167,10 +165,8 @@ def stack_kernels(tensor: Tensor) -> ModuleType:
 
 
 def structured_kernels(chain: Structured) -> ModuleType | None:
-    """The module of `forward` and `backward` of bands, arcs or products; None for any other structure."""
-    kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors"}
-    kind = kinds.get(type(chain.pattern))
-    return None if kind is None else _module(kind, chain.x)
+    """The module of `forward` and `backward` of factors, and in C of bands and arcs; None for all others."""
+    return _module("factors", chain.x) if isinstance(chain.pattern, Factors) else exact_kernels(chain)
 
 
 def exact_kernels(chain: Structured) -> ModuleType | None:

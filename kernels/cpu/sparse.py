@@ -1,14 +1,13 @@
 """Chains whose transitions are bands or arcs, as `kernels.plain` defines them, by the exact scan of the C library.
 
 Messages are numbers of a mantissa and an exponent, in which nothing underflows. Exponents are exact up to 2^24 in
-float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or in logarithms.
+float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or not here.
 """
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..plain import arcs as plain_arcs
-from ..plain import bands as plain_bands
 from ..structured import Arcs, Gradients, Structured, Walk, places
 from .arguments import Pointing, fields, function, run, shared
 from .library import in_large_pages
@@ -66,8 +63,11 @@ class _Arranged(NamedTuple):
 _arranged: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def forward(chain: Structured, keep: bool) -> Walk:
-    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step."""
+def forward(chain: Structured, keep: bool) -> Walk | None:
+    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step.
+
+    None: there are exponents beyond 2^53 that matter.
+    """
     call = _Call(chain)
     n, v = call.n, chain.v
     kept: tuple[Tensor, ...] = ()
@@ -77,20 +77,20 @@ def forward(chain: Structured, keep: bool) -> Walk:
         call.point(mantissas=kept[0], exponents=kept[1], taken=kept[2])
     call.point(log_norm=log_norm)
     if call.run("exact_forward", call.spans()):
-        wider_forward, _, wider = _wider(chain)
-        walk: Walk = wider_forward(wider, keep)
-        return walk
+        return None if chain.dtype == torch.float64 else forward(replace(chain, dtype=torch.float64), keep)
     log_norm = log_norm.view(chain.batch)
     return Walk(log_norm, kept, torch.zeros_like(log_norm, dtype=torch.bool))
 
 
-def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
-    """The gradients of `sum(weight * log_norm)` with respect to x, the parameter and p0, where `needs` says so."""
+def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients | None:
+    """The gradients of `sum(weight * log_norm)` with respect to x, the parameter and p0, where `needs` says so.
+
+    None: the walk is in logarithms, or there are exponents beyond 2^53 that matter.
+    """
     if len(walk.kept) == 1:
-        gradients: Gradients = _plain(chain).backward(chain, walk, weight, needs)
-        return gradients
+        return None
     if walk.kept[0].dtype != chain.dtype:
-        return _rounded(backward(replace(chain, dtype=torch.float64), walk, weight, needs), chain.dtype)
+        return _in_float64(chain, walk, weight, needs)
     call, (parameter,) = _Call(chain), chain.parameters
     n, c = call.n, chain.c
     call.point(mantissas=walk.kept[0], exponents=walk.kept[1], taken=walk.kept[2])
@@ -105,8 +105,7 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     spans = call.spans(whole_sets=counted, most=most)
     counts = call.sums(len(spans)) if counted else []
     if call.run("exact_backward", spans, "counts" if call.one else "grad_weights", counts):
-        wider_forward, wider_backward, wider = _wider(chain)
-        return _rounded(wider_backward(wider, wider_forward(wider, True), weight, needs), chain.dtype)
+        return None if chain.dtype == torch.float64 else _in_float64(chain, None, weight, needs)
     weights = counts[0] if counts else torch.zeros(parameter.shape)
     if grad_p0 is not None:
         grad_p0 = grad_p0.view(*chain.batch, c).sum_to_size(chain.p0.shape)
@@ -144,7 +143,7 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
     None: there are exponents beyond 2^53 that matter.
     """
     walk = forward(chain, True)
-    if len(walk.kept) == 1:
+    if walk is None:
         return None
     call, states = _Call(replace(chain, dtype=walk.kept[0].dtype)), torch.empty(numbers.shape, dtype=torch.int64)
     call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
@@ -169,15 +168,13 @@ def _rounded(gradients: Gradients, dtype: torch.dtype) -> Gradients:
     return Gradients(x, None if parameters is None else tuple(one.to(dtype) for one in parameters), p0)
 
 
-def _wider(chain: Structured) -> tuple[Callable[..., Walk], Callable[..., Gradients], Structured]:
-    """What computes chains with exponents that this dtype does not hold: float64, or logarithms in torch operations."""
-    if chain.dtype == torch.float64:
-        return _plain(chain).forward, _plain(chain).backward, chain
-    return forward, backward, replace(chain, dtype=torch.float64)
-
-
-def _plain(chain: Structured) -> ModuleType:
-    return plain_arcs if isinstance(chain.pattern, Arcs) else plain_bands
+def _in_float64(
+    chain: Structured, walk: Walk | None, weight: Tensor, needs: tuple[bool, bool, bool]
+) -> Gradients | None:
+    wide = replace(chain, dtype=torch.float64)
+    walk = walk or forward(wide, True)
+    gradients = None if walk is None else backward(wide, walk, weight, needs)
+    return None if gradients is None else _rounded(gradients, chain.dtype)
 
 
 class _Call(Pointing):

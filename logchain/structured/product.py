@@ -1,7 +1,7 @@
 """The log-partition of a chain of structures, differentiable twice.
 
-Bands, arcs and products have kernels; any other structure is walked in log space. Second derivatives are those that
-torch's autograd takes through the walk in log space.
+Products have kernels, and bands and arcs on a CPU; any other structure is scanned in log space. Second derivatives are
+those that torch's autograd takes through that scan.
 """
 
 from typing import Any
@@ -89,11 +89,9 @@ def forward(operands: Operands, keep: bool) -> Walk:
 def _forward(operands: Operands, keep: bool) -> Walk:
     chain = operands.chain()
     module = kernels.structured_kernels(chain)
-    if module is None:
-        return any_walk.forward(operands, keep)
     with kernels.arithmetic_on(chain.x):
-        walk: Walk = module.forward(chain, keep)
-    return walk
+        walk: Walk | None = None if module is None else module.forward(chain, keep)
+        return walk or any_walk.forward(operands, keep)
 
 
 def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
@@ -107,10 +105,11 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
 def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
     chain = operands.chain(by_log=by_log)
     module = kernels.structured_kernels(chain)
-    if module is None:
-        return any_walk.backward(operands, walk, weight, needs, by_log=by_log)
     with kernels.arithmetic_on(chain.x):
-        gradients: Gradients = module.backward(chain, walk, weight, needs)
+        gradients: Gradients | None = None if module is None else module.backward(chain, walk, weight, needs)
+        if gradients is None:
+            walk = walk if len(walk.kept) == 1 else any_walk.forward(operands, True)
+            return any_walk.backward(operands, walk, weight, needs, by_log=by_log)
     if gradients.parameters is None:
         return gradients
     return gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))

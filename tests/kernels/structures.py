@@ -2,7 +2,6 @@
 
 import importlib
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +10,9 @@ from torch import Tensor
 
 from logchain import reference
 from logchain.kernels.structured import Arcs, Factors, Gradients, Stage, Structured, Walk
+from logchain.structured import walk as generic
+from logchain.structured.operands import Operands
+from logchain.transitions import Banded, Sparse
 from tests.contract import poisoned_memory, sum_to, unit
 
 F32, F64 = torch.float32, torch.float64
@@ -117,13 +119,30 @@ def as_logs(chain: Structured) -> Structured:
     return replace(chain, parameters=logs, p0=chain.p0.log(), log_params=True)
 
 
-def kernels(room: str, chain: Structured) -> ModuleType:
+def kernels(room: str, chain: Structured) -> Any:
     """The module of a room, "cpu" or "plain", that computes a chain."""
-    names = {Arcs: "arcs", tuple: "bands", Factors: "products"}
-    name = names[type(chain.pattern)]
-    return importlib.import_module(
-        f"logchain.kernels.{room}.{name if room == 'plain' or name == 'products' else 'sparse'}"
-    )
+    factors = isinstance(chain.pattern, Factors)
+    if room == "plain" and not factors:
+        return _Generic
+    return importlib.import_module(f"logchain.kernels.{room}.{'products' if factors else 'sparse'}")
+
+
+class _Generic:
+    """Bands and arcs as structures that are scanned in log space."""
+
+    @staticmethod
+    def forward(chain: Structured, keep: bool) -> Walk:
+        return generic.forward(operands(chain), keep)
+
+    @staticmethod
+    def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+        return generic.backward(operands(chain), walk, weight, needs, by_log=chain.by_log)
+
+
+def operands(chain: Structured) -> Operands:
+    (values,), pattern = chain.parameters, chain.pattern
+    structure = Sparse(torch.stack(pattern), values, chain.c) if isinstance(pattern, Arcs) else Banded(values, pattern)
+    return Operands(chain.x, structure, chain.p0, chain.ends, chain.log_params)
 
 
 def weights_of(chain: Structured) -> Tensor:
