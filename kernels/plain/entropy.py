@@ -1,101 +1,96 @@
 """The entropy of the posterior over paths, and the divergence of two, from forward messages S and posteriors g.
 
-Its last state has the probability S(z) / sum S under S of the last step, and each state before, given the next one,
+With t the sum of the logarithms of all weights along a path of the posterior, and t' of those under a second chain:
 
-    r_i(k | j) = S_{i-1}(k) P_i(k, j) / U_i(j)      U_i = S_{i-1} P_i      sum_j r_i(k | j) g_i(j) = g_{i-1}(k)
+    H = log Z - E[t]        KL = (log Z' - E[t']) - (log Z - E[t])
+    E[t] = <g_0, log p0> + sum_i <g_i, x_i> + sum_i <g_i, S_{i-1} (P_i log P_i) / (S_{i-1} P_i)>
 
-so that a path z of the posterior has, with a sum over all steps i but the first,
-
-    -E[log p(z)] = log sum S_last - <g_0, log S_0> + sum_i <g_i, log(U_i / S_i) - S_{i-1} (P_i log P_i) / U_i>
-
-which is the entropy. The divergence is the same with S, U and log P of the second chain, less the entropy. Scales of S
-cancel in each step, and no large log Z is subtracted. Arithmetic has the dtype of the chain. Where its floats cannot
-hold that, it is done in float64 from logarithms of messages, pair by pair of states: the last state's entropy, and the
-mean of -log r_i, or for the divergence that of log(r_i / r'_i).
+The largest of each x_i, P_i and p0 is taken out of them and out of log Z beforehand: no large numbers are subtracted.
+Products of messages have the dtype of the chain. For sequences whose messages its floats cannot hold they are float64,
+and where these cannot either, means are taken pair by pair of states, from logarithms.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, in_c, message_kernels, messages_of
+from .. import chain_kernels, in_c, log_matmul_kernels, message_kernels, messages_of
 from ..chain import Chain
-from ..message import Kept
-from ..numbers import exp_shifted, relative_logs, trusted_sum
-from . import backward as plain_backward
-from . import forward as plain_forward
+from ..numbers import exact_sum, relative_logs
 
 # entries of messages, and of pairs of states, that are computed together
 _MESSAGES, _PAIRS = 2**17, 2**20
 
-# logarithms of entries between which no sum of products underflows
-_SPREAD = {torch.float32: 40.0, torch.float64: 400.0}
-
-# of messages of C loops: the inverse of what their sums are scaled to, and 2 * 2^(TOP - DEEPEST), the least that holds
-# no raised emission, see kernels/cpu/c/forward.h
-_SCALE = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
-_LEAST = {torch.float32: 2.0**-7, torch.float64: 2.0**-59}
+# of messages of C loops: the largest, and of their emissions, the logarithm of the least, see kernels/cpu/c/forward.h
+_LARGEST = {torch.float32: 2.0**100, torch.float64: 2.0**900}
+_DEEPEST = {torch.float32: -108 * math.log(2), torch.float64: -960 * math.log(2)}
 
 
 class _Weights(NamedTuple):
-    """P (s, g, c, c) of each chain and its logarithms, L of the mean, and factors P and P L, or one of both together.
+    """The first chain's P (s, g, c, c) over the largest entry, its logarithm, and L (s, g, c, c) of the mean.
 
-    `deep`: a chain has entries that may be lost in sums. `sources`: the states (k, c) that some matrix leads from.
+    `top`: what the mean of L lacks because each chain's matrices were divided (s, g, 1). In L, 0 is in place of -inf.
     """
 
-    matrices: list[Tensor]
-    logs: list[Tensor]
+    matrices: Tensor
+    logs: Tensor
     terms: Tensor
-    factors: list[Tensor]
-    deep: bool
-    sources: Tensor
+    top: Tensor
+    entropy: bool
 
 
-# (before, after, weights, states) to the terms of a block of steps
-Terms = Callable[[list[Tensor], list[Tensor], _Weights, Tensor], Tensor]
+# (before, weights, states) to the means of L (k, g, m, c) of a block of steps
+Means = Callable[[Tensor, _Weights, Tensor], Tensor]
 
 
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
-    p = chains[0]
-    kept, states = _passes(chains, *chain_kernels(p.x))
-    norms = torch.stack([one.log_norm for one in kept])
-    redone = torch.stack([one.redone for one in kept]).any(0)
-    infinite = _misses(*chains) if len(chains) > 1 else torch.zeros_like(redone)
-    axis, value = int(p.g == 1), torch.full_like(norms[0], math.nan)
+    p, signs = chains[0], (1.0,) if len(chains) == 1 else (-1.0, 1.0)
+    forward, backward = chain_kernels(p.x)
+    states, c_loops = messages_of(p, p.v), in_c(p.x)
+    kept, leaving = forward(p, keep=messages_of(p, p.v), leave=True)
+    again = kept.redone if c_loops and p.dtype == torch.float32 else torch.zeros_like(kept.redone)
+    backward(p, kept, (~again).double(), None, states, None)
+    passes = [(kept, leaving), *(forward(chain, leave=True) for chain in chains[1:])]
+    norms = torch.stack([one.log_norm for one, _ in passes])
+    terms = [sign * message.scale for sign, (_, message) in zip(signs, passes, strict=True)]
+    mean = _potentials(chains, signs, kept.redone, states, terms)
+    value, axis = torch.full_like(mean, math.nan), int(p.g == 1)
     index = torch.arange(value.shape[axis], device=value.device)
-    if in_c(value):
-        if not redone.all():
-            value = _value(chains, [one.messages for one in kept], states, _linear)
-        exact = (redone | ~value.isfinite()) & norms.isfinite().all(0) & ~infinite
-        index = exact.any(1 - axis).nonzero()[:, 0]
-    for some in index.split(max(1, _PAIRS // (p.c**2 * value.shape[1 - axis]))) if len(index) else ():
-        parts = [_part(chain, some) for chain in chains]
-        if len(chains) > 1 and in_c(value):  # right in every entry, also where the first chain alone has paths
-            chosen, posteriors = _passes(parts, plain_forward.forward, plain_backward.backward)
+    if c_loops:
+        if not kept.redone.all():
+            found = _transitions(chains, signs, kept.messages, states, index, _linear)
+            value = _total(terms, found) - mean
+        index = ((kept.redone | ~value.isfinite()) & norms.isfinite().all(0)).any(1 - axis).nonzero()[:, 0]
+    if len(index) and c_loops and p.dtype == torch.float32:
+        value.index_copy_(axis, index, values([_part(chain, index) for chain in chains])[0])
+    elif len(index):
+        chosen = kept._replace(messages=_take(kept.messages, index), redone=kept.redone.index_select(axis, index))
+        states, logs = _take(states, index), chosen.logs(slice(None))
+        found = _transitions(chains, signs, logs, states, index, _by_pairs)
+        if len(chains) > 1:
+            exact = _total([term.index_select(axis + 1, index) for term in terms], found)
+            exact -= mean.index_select(axis, index)
         else:
-            chosen, posteriors = [_chosen(one, some) for one in kept], _take(states, some)
-        logs = [one.logs(slice(None)) for one in chosen]
-        value.index_copy_(axis, some, _value(parts, logs, posteriors, _by_pairs))
-    for other in norms[1:]:
-        infinite = infinite | (other == -math.inf)
-        value = torch.where(other.isnan(), math.nan, value.masked_fill(infinite, math.inf))
+            last, posterior = (
+                _at_ends(one, p.ends if p.ends is None else _take(p.ends, index)) for one in (logs, states)
+            )
+            exact = -found[0] - (torch.log_softmax(last, -1) * posterior).masked_fill(posterior == 0, 0.0).sum(-1)
+        value.index_copy_(axis, index, exact)
+    if len(chains) > 1:
+        infinite = _misses(*chains) | (norms[1] == -math.inf)
+        value = torch.where(norms[1].isnan(), math.nan, value.masked_fill(infinite, math.inf))
+    redone = torch.stack([one.redone for one, _ in passes]).any(0)
     return torch.where(norms[0].isnan(), math.nan, value.masked_fill(norms[0] == -math.inf, 0.0)), redone
 
 
-def _passes(
-    chains: Sequence[Chain], forward: Callable[..., Any], backward: Callable[..., Any]
-) -> tuple[list[Kept], Tensor]:
-    """The messages of each chain, and the posteriors (v, g, m, c) of the first."""
-    p = chains[0]
-    kept: list[Kept] = [forward(chain, keep=messages_of(chain, chain.v))[0] for chain in chains]
-    states = messages_of(p, p.v)
-    backward(p, kept[0], torch.ones_like(kept[0].log_norm), None, states, None)
-    return kept, states
+def _total(terms: list[Tensor], found: Tensor) -> Tensor:
+    """The sum (g, m) of terms (2, g, m), less the three parts of a mean."""
+    return torch.stack(exact_sum(torch.cat([*terms, -found[1:]]))).sum(0) - found[0]
 
 
 def _part(chain: Chain, index: Tensor) -> Chain:
@@ -112,101 +107,118 @@ def _part(chain: Chain, index: Tensor) -> Chain:
     )
 
 
-def _chosen(kept: Kept, index: Tensor) -> Kept:
-    redone = _take(kept.redone[..., None], index)[..., 0]
-    return kept._replace(messages=_take(kept.messages, index), redone=redone)
+def _at_ends(values: Tensor, ends: Tensor | None) -> Tensor:
+    """Values (g, m, c) of each sequence's last step."""
+    if ends is None:
+        return values[-1]
+    return values.gather(0, (ends - 1).clamp(0, len(values) - 1).expand(1, *values.shape[1:]))[0]
+
+
+def _potentials(
+    chains: Sequence[Chain], signs: Sequence[float], redone: Tensor, states: Tensor, terms: list[Tensor]
+) -> Tensor:
+    """The mean (g, m) of log-potentials and of log p0; `terms` get the largest ones, with the opposite sign."""
+    (v, g, m, c), p = states.shape, chains[0]
+    mean = torch.zeros(g, m, dtype=torch.float64, device=states.device)
+    count = max(1, _MESSAGES // (g * m * c))
+    for start in range(0, v, count):
+        steps = slice(start, min(v, start + count))
+        total = None
+        for sign, chain in zip(signs, chains, strict=True):
+            x = chain.x[steps].to(chain.dtype).reshape(-1, g, m, c)
+            top = x.amax(-1, keepdim=True)
+            x = x - top
+            posteriors = states[steps]
+            if chain is p and in_c(x) and not x.amin() > _DEEPEST[x.dtype]:  # the loops have raised emissions
+                raised = (
+                    (x - _DEEPEST[x.dtype]).clamp_(max=0.0).nan_to_num_(0.0).masked_fill_(redone[..., None], 0.0).exp_()
+                )
+                posteriors = raised.mul_(states[steps])
+            top = top[..., 0].double()
+            terms.append(
+                _sum(top if p.ended is None else top.masked_fill(p.ended[steps][..., 0], 0.0), x.dtype) * -sign
+            )
+            total = x.mul_(sign) if total is None else total.add_(x, alpha=sign)
+            if chain is p:
+                weights = posteriors
+        mean += _mean(total, weights)
+    for sign, chain in zip(signs, chains, strict=True):
+        logs, top = chain.relative_log_p0()
+        terms.append(top[..., 0][None] * -sign)
+        mean += (logs * states[0]).masked_fill_(states[0] == 0, 0.0).sum(-1) * sign
+    return mean
+
+
+def _mean(terms: Tensor, states: Tensor) -> Tensor:
+    """The sum (g, m) over steps and states of terms (k, g, m, c), which are overwritten, times posteriors.
+
+    Terms of posterior 0, which may be of any value, are 0.
+    """
+    mean = (terms * states).sum(-1)
+    if not in_c(mean) or not mean.isfinite().all():
+        mean = terms.mul_(states).masked_fill_(states == 0, 0.0).sum(-1)
+    return mean.sum(0, dtype=torch.float64)
+
+
+def _sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of float64 terms (n, g, m) and its rounding error, which is 0 for an arithmetic of float32."""
+    return torch.stack(exact_sum(terms.clone()) if dtype == torch.float64 else (terms.sum(0), torch.zeros_like(terms[0])))
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
+    """The values (..., g, m, c) of some members of the only set, or of some sets."""
     return values[..., index, :] if values.shape[-3] == 1 else values[..., index, :, :]
 
 
-def _value(chains: Sequence[Chain], messages: list[Tensor], states: Tensor, terms: Terms) -> Tensor:
-    """The values (g, m), not finite where `terms` fail, from messages and posteriors (v, g, m, c)."""
-    p, (v, g, m, c) = chains[0], states.shape
-    rare, linear = torch.finfo(p.dtype).eps ** 2, terms is _linear
-    value = torch.zeros(g, m, dtype=torch.float64, device=states.device)
-    for i, each in enumerate(messages):
-        last, posterior = _at_ends(each, p), states[0] if linear else _at_ends(states, p)
-        if linear:
-            outer = (torch.stack([each[0], last]).double() * _SCALE[p.dtype]).log_()
-            logs, top = relative_logs(outer[0], -1, log=True)
-            if i > 0:
-                logs.masked_fill_(each[0] < _LEAST[p.dtype], math.nan)
-            total = torch.logsumexp(outer[1], -1) - top[..., 0]
-        else:
-            logs, total = torch.log_softmax(last, -1), torch.zeros_like(value)
-        total -= (logs * posterior).masked_fill_(posterior <= rare, 0.0).sum(-1)
-        value = total if i == 0 else total - value
-    one_matrix, weights = all(len(chain.bulk) == 1 for chain in chains), None
+def _transitions(
+    chains: Sequence[Chain], signs: Sequence[float], messages: Tensor, states: Tensor, index: Tensor, means: Means
+) -> Tensor:
+    """The mean of logarithms of matrices over the largest entries, and the sum of those and its error (3, g, m).
+
+    Of the sequences or sets of an index, from their messages and posteriors (v, g, m, c). The mean is NaN where `means`
+    fail, and for an entropy by pairs it is the negative entropy of all states given the next ones.
+    """
+    (v, g, m, c), p = states.shape, chains[0]
+    ended = None if p.ended is None else _take(p.ended, index)[..., 0]
+    one_matrix, linear = all(len(chain.bulk) == 1 for chain in chains), means is _linear
+    mean, tops, weights = torch.zeros(g, m, dtype=torch.float64, device=states.device), [], None
     count = max(1, (_MESSAGES if linear else _PAIRS // c) // (g * c * (m if one_matrix else max(m, c))))
     for start in range(1, v, count):
         steps, before = slice(start, min(v, start + count)), slice(start - 1, min(v, start + count) - 1)
         if weights is None or not one_matrix:
-            weights = _weights(chains, before, g, linear)
-        sides = [each[before] for each in messages], [each[steps] for each in messages]
-        each = terms(*sides, weights, states[steps]).mul_(states[steps])
-        mean = each.sum(-1)
-        if not in_c(mean) or not mean.isfinite().all():  # for impossible states and padding
-            mean = each.masked_fill_(states[steps] <= rare, 0.0).sum(-1)
-        value += mean.sum(0, dtype=torch.float64)
-    return value
+            dtype = messages.dtype if linear else torch.float64
+            weights = _weights(chains, signs, before, index if p.g > 1 else slice(None), dtype)
+        mean += _mean(means(messages[before], weights, states[steps]), states[steps])
+        top = weights.top.expand(len(states[steps]), g, m)
+        tops.append(_sum(top if ended is None else top.masked_fill(ended[steps], 0.0), p.dtype))
+    return torch.cat([mean[None], torch.stack(tops).sum(0) if tops else mean.new_zeros(2, g, m)])
 
 
-def _at_ends(values: Tensor, chain: Chain) -> Tensor:
-    """Values (g, m, c) of each sequence's last step."""
-    if chain.ends is None:
-        return values[-1]
-    return values.gather(0, (chain.ends - 1).clamp(0, len(values) - 1).expand(1, *values.shape[1:]))[0]
-
-
-def _weights(chains: Sequence[Chain], before: slice, g: int, linear: bool) -> _Weights:
-    """The matrices that lead on from these steps, or the only ones."""
-    matrices: list[Tensor] = []
-    logs: list[Tensor] = []
-    lows: list[Tensor] = []
-    deep = False
+def _weights(
+    chains: Sequence[Chain], signs: Sequence[float], before: slice, sets: Tensor | slice, dtype: torch.dtype
+) -> _Weights:
+    """The matrices of some sets that lead on from these steps, or the only ones."""
+    found: list[tuple[Tensor, Tensor]] = []
     for chain in chains:
-        weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).to(chain.dtype)
-        weights = weights.reshape(-1, g, chain.c, chain.c)
-        top, far = weights.amax((-2, -1), keepdim=True), _SPREAD[chain.dtype]
-        if chain.log_params:
-            log = weights - top.masked_fill_(top == -math.inf, 0.0)
-            weights = exp_shifted(log, log.new_zeros(()), torch.empty_like(log), torch.empty_like(log))
-        else:
-            if not (top.amin() > math.exp(-5) and top.amax() < math.exp(5)):
-                weights = weights / top.masked_fill_(top == 0, 1.0)
-            log = weights.log()
-        low = log.amin()
-        deep |= bool(low < -far) and bool(((log < -far) & (log > -math.inf)).any())
-        matrices, logs, lows = [*matrices, weights], [*logs, log], [*lows, low]
-    terms = logs[0] if len(logs) == 1 else logs[1] - logs[0]
-    if not min(lows) > -math.inf:  # `_misses` looks for what the second chain alone forbids
-        terms = terms.masked_fill(~terms.isfinite(), 0.0)
-    sources = torch.arange(weights.shape[-1], device=weights.device)[:, None].expand(weights.shape[-2:])
-    if linear:
-        factors = [matrices[0], terms.mul_(matrices[0])]  # the logarithms are not read again
-        return _Weights(matrices, logs, terms, [torch.cat(factors, -1)] if len(terms) == 1 else factors, deep, sources)
-    if in_c(terms):  # elsewhere no value is read
-        possible = (torch.cat(logs) > -math.inf).flatten(0, 1).any(0)
-        sources = possible.to(torch.uint8).argsort(0, descending=True)[: int(possible.sum(0).amax())]
-    return _Weights(matrices, logs, terms, [], deep, sources)
+        weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
+        found.append(relative_logs(weights[:, sets].double(), (-2, -1), log=chain.log_params))
+    logs, terms, top = found[0][0], None, None
+    for sign, (log, log_top) in zip(signs, found, strict=True):
+        log, log_top = log.masked_fill(log == -math.inf, 0.0) * sign, log_top[..., 0] * sign
+        terms, top = (log, log_top) if terms is None or top is None else (terms + log, top + log_top)
+    assert terms is not None and top is not None
+    return _Weights(logs.exp().to(dtype), logs, terms.to(dtype), top, len(chains) == 1)
 
 
-def _linear(before: list[Tensor], after: list[Tensor], weights: _Weights, states: Tensor) -> Tensor:
-    """The terms (k, g, m, c) of each state, from linear messages."""
+def _linear(before: Tensor, weights: _Weights, states: Tensor) -> Tensor:
+    """The means (k, g, m, c) from messages of C loops; NaN where a sum may have lost terms."""
     c = states.shape[-1]
-    arrived, weighted = (part for one in weights.factors for part in _times(before[0], one).split(c, -1))
-    sums = [arrived, *map(_times, before[1:], weights.matrices[1:])]
-    terms = torch.div(sums[-1], after[-1]).log_()
-    if len(sums) > 1:
-        terms -= torch.div(arrived, after[0]).log_()
-        if after[1].amin() < _LEAST[terms.dtype]:
-            terms.masked_fill_((after[1] < _LEAST[terms.dtype]) & (states > 0), math.nan)
-    terms.addcdiv_(weighted, arrived, value=-1)
-    for i in range(len(sums) if weights.deep else 0):
-        top = weights.matrices[i].amax((-2, -1))[..., None, None] * before[i].amax(-1, keepdim=True)
-        terms.masked_fill_((sums[i] < trusted_sum(terms.dtype, c) * top) & (states > 0), math.nan)
+    arrived, terms = _times(before, torch.cat([weights.matrices, weights.matrices * weights.terms], -1)).split(c, -1)
+    terms = terms / arrived
+    limits = torch.finfo(terms.dtype)
+    limit = c * _LARGEST[terms.dtype] * limits.tiny / limits.eps
+    if not arrived.amin() >= limit:
+        terms.masked_fill_(~(arrived >= limit) & (states > 0), math.nan)
     return terms
 
 
@@ -220,16 +232,17 @@ def _times(rows: Tensor, matrices: Tensor) -> Tensor:
     return (rows.movedim(1, 0).reshape(g, -1, c) @ matrices[0]).view(g, k, m, -1).movedim(0, 1)
 
 
-def _by_pairs(before: list[Tensor], after: list[Tensor], weights: _Weights, states: Tensor) -> Tensor:
-    """The mean (k, g, m, c) over the states before of -log r, or of the difference, from logarithms of messages."""
-    shape, picked = (*states.shape[:-1], *weights.sources.shape), weights.sources.flatten()  # (k, g, m, sources, c)
-    to = torch.arange(states.shape[-1], device=states.device)
-    chances = [
-        torch.log_softmax(one.index_select(-1, picked).view(shape) + log[:, :, None, weights.sources, to], -2)
-        for one, log in zip(before, weights.logs, strict=True)
-    ]
-    shares, surprise = chances[0].exp(), -chances[0] if len(chances) == 1 else chances[0] - chances[1]
-    return surprise.masked_fill_(shares == 0, 0.0).mul_(shares).sum(-2)
+def _by_pairs(before: Tensor, weights: _Weights, _: Tensor) -> Tensor:
+    """The means (k, g, m, c) from logarithms of messages."""
+    k, g, m, c = before.shape
+    matmul, logs, terms = log_matmul_kernels(before), weights.logs, weights.terms
+    rows = before.movedim(0, 1).reshape(1, g, k * m, c) if len(logs) == 1 else before
+    if weights.entropy:
+        means = matmul.tangent(rows, logs, rows.masked_fill(rows == -math.inf, 0.0), terms)
+        means -= matmul.forward(rows, logs)[0]
+    else:
+        means = matmul.tangent(rows, logs, torch.zeros_like(rows), terms)
+    return means.view(g, k, m, c).movedim(0, 1) if len(logs) == 1 else means
 
 
 def _misses(p: Chain, q: Chain) -> Tensor:
