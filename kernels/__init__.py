@@ -3,6 +3,7 @@
 A module is imported when one of its functions is first asked for.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -133,6 +134,16 @@ def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool
 def stretches() -> ModuleType:
     """The module of `Stretch`, a part of a longer chain on a CPU, `kernels.cpu.stretch`."""
     return load("cpu.stretch")
+
+
+def finite_logs(tensor: Tensor) -> Tensor:
+    """The logarithms of a contiguous tensor of at least 16 weights on a CPU, with 0 in place of -inf."""
+    from .cpu.arguments import function
+
+    logs = torch.empty_like(tensor)
+    addresses = (ctypes.c_void_p(one.data_ptr()) for one in (tensor, logs))
+    function("finite_logs", tensor.dtype)(ctypes.c_int64(tensor.numel()), *addresses)
+    return logs
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

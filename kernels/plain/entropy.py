@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, in_c, log_matmul_kernels, message_kernels, messages_of
+from .. import chain_kernels, finite_logs, in_c, log_matmul_kernels, message_kernels, messages_of
 from ..chain import Chain
 from ..numbers import exact_sum, relative_logs
 
 # entries of messages, and of pairs of states, that are computed together
-_MESSAGES, _PAIRS = 2**17, 2**20
+_MESSAGES, _PAIRS = 2**18, 2**20
 
 # of messages of C loops: the largest, and of their emissions, the logarithm of the least, see kernels/cpu/c/forward.h
 _LARGEST = {torch.float32: 2.0**100, torch.float64: 2.0**900}
@@ -63,7 +63,7 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     index = torch.arange(value.shape[axis], device=value.device)
     if c_loops:
         if not kept.redone.all():
-            found = _transitions(chains, signs, kept.messages, states, index, _linear)
+            found = _transitions(chains, kept.messages, states, index, _linear)
             value = _total(terms, found) - mean
         index = ((kept.redone | ~value.isfinite()) & norms.isfinite().all(0)).any(1 - axis).nonzero()[:, 0]
     if len(index) and c_loops and p.dtype == torch.float32:
@@ -71,7 +71,7 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     elif len(index):
         chosen = kept._replace(messages=_take(kept.messages, index), redone=kept.redone.index_select(axis, index))
         states, logs = _take(states, index), chosen.logs(slice(None))
-        found = _transitions(chains, signs, logs, states, index, _by_pairs)
+        found = _transitions(chains, logs, states, index, _by_pairs)
         if len(chains) > 1:
             exact = _total([term.index_select(axis + 1, index) for term in terms], found)
             exact -= mean.index_select(axis, index)
@@ -154,15 +154,17 @@ def _mean(terms: Tensor, states: Tensor) -> Tensor:
 
     Terms of posterior 0, which may be of any value, are 0.
     """
-    mean = (terms * states).sum(-1)
-    if not in_c(mean) or not mean.isfinite().all():
-        mean = terms.mul_(states).masked_fill_(states == 0, 0.0).sum(-1)
-    return mean.sum(0, dtype=torch.float64)
+    mean = terms.mul_(states).sum(-1).sum(0, dtype=torch.float64)
+    if in_c(mean) and math.isfinite(mean.sum()):
+        return mean
+    return terms.masked_fill_(states == 0, 0.0).sum(-1).sum(0, dtype=torch.float64)
 
 
 def _sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of float64 terms (n, g, m) and its rounding error, which is 0 for an arithmetic of float32."""
-    return torch.stack(exact_sum(terms.clone()) if dtype == torch.float64 else (terms.sum(0), torch.zeros_like(terms[0])))
+    return torch.stack(
+        exact_sum(terms.clone()) if dtype == torch.float64 else (terms.sum(0), torch.zeros_like(terms[0]))
+    )
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
@@ -170,9 +172,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
     return values[..., index, :] if values.shape[-3] == 1 else values[..., index, :, :]
 
 
-def _transitions(
-    chains: Sequence[Chain], signs: Sequence[float], messages: Tensor, states: Tensor, index: Tensor, means: Means
-) -> Tensor:
+def _transitions(chains: Sequence[Chain], messages: Tensor, states: Tensor, index: Tensor, means: Means) -> Tensor:
     """The mean of logarithms of matrices over the largest entries, and the sum of those and its error (3, g, m).
 
     Of the sequences or sets of an index, from their messages and posteriors (v, g, m, c). The mean is NaN where `means`
@@ -186,35 +186,40 @@ def _transitions(
     for start in range(1, v, count):
         steps, before = slice(start, min(v, start + count)), slice(start - 1, min(v, start + count) - 1)
         if weights is None or not one_matrix:
-            dtype = messages.dtype if linear else torch.float64
-            weights = _weights(chains, signs, before, index if p.g > 1 else slice(None), dtype)
+            weights = _weights(chains, before, index if 1 < p.g != g else slice(None), linear)
         mean += _mean(means(messages[before], weights, states[steps]), states[steps])
         top = weights.top.expand(len(states[steps]), g, m)
         tops.append(_sum(top if ended is None else top.masked_fill(ended[steps], 0.0), p.dtype))
     return torch.cat([mean[None], torch.stack(tops).sum(0) if tops else mean.new_zeros(2, g, m)])
 
 
-def _weights(
-    chains: Sequence[Chain], signs: Sequence[float], before: slice, sets: Tensor | slice, dtype: torch.dtype
-) -> _Weights:
+def _weights(chains: Sequence[Chain], before: slice, sets: Tensor | slice, linear: bool) -> _Weights:
     """The matrices of some sets that lead on from these steps, or the only ones."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for chain in chains:
-        weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
-        found.append(relative_logs(weights[:, sets].double(), (-2, -1), log=chain.log_params))
-    logs, terms, top = found[0][0], None, None
-    for sign, (log, log_top) in zip(signs, found, strict=True):
-        log, log_top = log.masked_fill(log == -math.inf, 0.0) * sign, log_top[..., 0] * sign
-        terms, top = (log, log_top) if terms is None or top is None else (terms + log, top + log_top)
-    assert terms is not None and top is not None
-    return _Weights(logs.exp().to(dtype), logs, terms.to(dtype), top, len(chains) == 1)
+    found = [_matrices(chain, before, sets, linear) for chain in chains]
+    (matrices, logs, terms, top), entropy = found[0], len(chains) == 1
+    if not entropy:
+        terms, top = found[1][2] - terms, found[1][3] - top
+    return _Weights(matrices, logs, terms, top, entropy)
+
+
+def _matrices(chain: Chain, before: slice, sets: Tensor | slice, linear: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P, its logarithms in float64 unless they are not needed, these with 0 for -inf, and the largest."""
+    weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
+    dtype = chain.dtype if linear else torch.float64
+    if linear and len(chain.bulk) > 1 and not chain.log_params and weights.numel() >= 16:
+        weights = weights[:, sets].to(dtype).contiguous()
+        top = weights.amax((-2, -1))[..., None]
+        if top.amin() > math.exp(-5) and top.amax() < math.exp(5):  # as good as relative to the largest
+            return weights, weights, finite_logs(weights), top.new_zeros(1).double()
+    logs, top = relative_logs(weights[:, sets].double(), (-2, -1), log=chain.log_params)
+    return logs.exp().to(dtype), logs, logs.masked_fill(logs == -math.inf, 0.0).to(dtype), top[..., 0]
 
 
 def _linear(before: Tensor, weights: _Weights, states: Tensor) -> Tensor:
     """The means (k, g, m, c) from messages of C loops; NaN where a sum may have lost terms."""
     c = states.shape[-1]
-    arrived, terms = _times(before, torch.cat([weights.matrices, weights.matrices * weights.terms], -1)).split(c, -1)
-    terms = terms / arrived
+    arrived = _times(before, weights.matrices)
+    terms = _times(before, weights.matrices * weights.terms).div_(arrived)
     limits = torch.finfo(terms.dtype)
     limit = c * _LARGEST[terms.dtype] * limits.tiny / limits.eps
     if not arrived.amin() >= limit:

@@ -2,6 +2,7 @@
 #define BITS 64
 #include "call.h"
 #include "fold.h"
+#include "logs.h"
 #include "matmul.h"
 #include "sample.h"
 #include "stretch.h"
