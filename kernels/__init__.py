@@ -3,7 +3,6 @@
 A module is imported when one of its functions is first asked for.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -136,14 +135,9 @@ def stretches() -> ModuleType:
     return load("cpu.stretch")
 
 
-def finite_logs(tensor: Tensor) -> Tensor:
-    """The logarithms of a contiguous tensor of at least 16 weights on a CPU, with 0 in place of -inf."""
-    from .cpu.arguments import function
-
-    logs = torch.empty_like(tensor)
-    addresses = (ctypes.c_void_p(one.data_ptr()) for one in (tensor, logs))
-    function("finite_logs", tensor.dtype)(ctypes.c_int64(tensor.numel()), *addresses)
-    return logs
+def means() -> ModuleType:
+    """The module of means under posteriors on a CPU, `kernels.cpu.means`."""
+    return load("cpu.means")
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

@@ -6,91 +6,73 @@ With t the sum of the logarithms of all weights along a path of the posterior, a
     E[t] = <g_0, log p0> + sum_i <g_i, x_i> + sum_i <g_i, S_{i-1} (P_i log P_i) / (S_{i-1} P_i)>
 
 The largest of each x_i, P_i and p0 is taken out of them and out of log Z beforehand: no large numbers are subtracted.
-Products of messages have the dtype of the chain. For sequences whose messages its floats cannot hold they are float64,
-and where these cannot either, means are taken pair by pair of states, from logarithms.
+Loops in C, whose messages are linear, compute with the floats of the chain. A sequence that these cannot hold is
+computed again in float64, and where float64 cannot hold it either, and on other devices, by logarithms of messages pair
+by pair of states. An entropy is then that of the last state and the mean of each state's given the next one, which are
+r_i(k | j) = S_{i-1}(k) P_i(k, j) / sum over k.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, finite_logs, in_c, log_matmul_kernels, message_kernels, messages_of
+from .. import chain_kernels, in_c, log_matmul_kernels, means, message_kernels, messages_of
 from ..chain import Chain
+from ..message import Kept
 from ..numbers import exact_sum, relative_logs
 
 # entries of messages, and of pairs of states, that are computed together
-_MESSAGES, _PAIRS = 2**18, 2**20
-
-# of messages of C loops: the largest, and of their emissions, the logarithm of the least, see kernels/cpu/c/forward.h
-_LARGEST = {torch.float32: 2.0**100, torch.float64: 2.0**900}
-_DEEPEST = {torch.float32: -108 * math.log(2), torch.float64: -960 * math.log(2)}
+_MESSAGES, _PAIRS = 2**17, 2**20
 
 
 class _Weights(NamedTuple):
-    """The first chain's P (s, g, c, c) over the largest entry, its logarithm, and L (s, g, c, c) of the mean.
+    """The logarithms of P (s, g, c, c) over its largest entry, and L of the mean, in which 0 is in place of -inf.
 
-    `top`: what the mean of L lacks because each chain's matrices were divided (s, g, 1). In L, 0 is in place of -inf.
+    `top`: what the mean of L lacks because each chain's matrices were divided (s, g, 1).
     """
 
-    matrices: Tensor
     logs: Tensor
     terms: Tensor
     top: Tensor
-    entropy: bool
-
-
-# (before, weights, states) to the means of L (k, g, m, c) of a block of steps
-Means = Callable[[Tensor, _Weights, Tensor], Tensor]
 
 
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
-    p, signs = chains[0], (1.0,) if len(chains) == 1 else (-1.0, 1.0)
+    p, c_loops = chains[0], in_c(chains[0].x)
     forward, backward = chain_kernels(p.x)
-    states, c_loops = messages_of(p, p.v), in_c(p.x)
+    states = messages_of(p, p.v)
     kept, leaving = forward(p, keep=messages_of(p, p.v), leave=True)
     again = kept.redone if c_loops and p.dtype == torch.float32 else torch.zeros_like(kept.redone)
     backward(p, kept, (~again).double(), None, states, None)
     passes = [(kept, leaving), *(forward(chain, leave=True) for chain in chains[1:])]
-    norms = torch.stack([one.log_norm for one, _ in passes])
-    terms = [sign * message.scale for sign, (_, message) in zip(signs, passes, strict=True)]
-    mean = _potentials(chains, signs, kept.redone, states, terms)
-    value, axis = torch.full_like(mean, math.nan), int(p.g == 1)
+    norms, redone = (torch.stack(each) for each in zip(*((one.log_norm, one.redone) for one, _ in passes), strict=True))
+    scales = [message.scale for _, message in passes]
+    value, axis = torch.full_like(norms[0], math.nan), int(p.g == 1)
     index = torch.arange(value.shape[axis], device=value.device)
+    if c_loops and not kept.redone.all():
+        value = _value(chains, scales, states, kept.redone, _linear(chains, kept.messages, states))
     if c_loops:
-        if not kept.redone.all():
-            found = _transitions(chains, kept.messages, states, index, _linear)
-            value = _total(terms, found) - mean
         index = ((kept.redone | ~value.isfinite()) & norms.isfinite().all(0)).any(1 - axis).nonzero()[:, 0]
-    if len(index) and c_loops and p.dtype == torch.float32:
-        value.index_copy_(axis, index, values([_part(chain, index) for chain in chains])[0])
-    elif len(index):
-        chosen = kept._replace(messages=_take(kept.messages, index), redone=kept.redone.index_select(axis, index))
-        states, logs = _take(states, index), chosen.logs(slice(None))
-        found = _transitions(chains, logs, states, index, _by_pairs)
-        if len(chains) > 1:
-            exact = _total([term.index_select(axis + 1, index) for term in terms], found)
-            exact -= mean.index_select(axis, index)
+    if len(index):
+        parts = [_part(chain, index) for chain in chains]
+        if c_loops and p.dtype == torch.float32:
+            exact = values(parts)[0]
         else:
-            last, posterior = (
-                _at_ends(one, p.ends if p.ends is None else _take(p.ends, index)) for one in (logs, states)
+            messages, ended = _take(kept.messages, index), kept.redone.index_select(axis, index)
+            chosen = kept._replace(messages=messages, redone=ended)
+            exact = _by_pairs(
+                parts, [one.index_select(axis + 1, index) for one in scales], chosen, _take(states, index)
             )
-            exact = -found[0] - (torch.log_softmax(last, -1) * posterior).masked_fill(posterior == 0, 0.0).sum(-1)
         value.index_copy_(axis, index, exact)
     if len(chains) > 1:
         infinite = _misses(*chains) | (norms[1] == -math.inf)
         value = torch.where(norms[1].isnan(), math.nan, value.masked_fill(infinite, math.inf))
-    redone = torch.stack([one.redone for one, _ in passes]).any(0)
-    return torch.where(norms[0].isnan(), math.nan, value.masked_fill(norms[0] == -math.inf, 0.0)), redone
-
-
-def _total(terms: list[Tensor], found: Tensor) -> Tensor:
-    """The sum (g, m) of terms (2, g, m), less the three parts of a mean."""
-    return torch.stack(exact_sum(torch.cat([*terms, -found[1:]]))).sum(0) - found[0]
+    value = torch.where(norms[0].isnan(), math.nan, value.masked_fill(norms[0] == -math.inf, 0.0))
+    return value, redone.any(0)
 
 
 def _part(chain: Chain, index: Tensor) -> Chain:
@@ -114,117 +96,81 @@ def _at_ends(values: Tensor, ends: Tensor | None) -> Tensor:
     return values.gather(0, (ends - 1).clamp(0, len(values) - 1).expand(1, *values.shape[1:]))[0]
 
 
-def _potentials(
-    chains: Sequence[Chain], signs: Sequence[float], redone: Tensor, states: Tensor, terms: list[Tensor]
-) -> Tensor:
-    """The mean (g, m) of log-potentials and of log p0; `terms` get the largest ones, with the opposite sign."""
-    (v, g, m, c), p = states.shape, chains[0]
-    mean = torch.zeros(g, m, dtype=torch.float64, device=states.device)
-    count = max(1, _MESSAGES // (g * m * c))
-    for start in range(0, v, count):
-        steps = slice(start, min(v, start + count))
-        total = None
-        for sign, chain in zip(signs, chains, strict=True):
-            x = chain.x[steps].to(chain.dtype).reshape(-1, g, m, c)
-            top = x.amax(-1, keepdim=True)
-            x = x - top
-            posteriors = states[steps]
-            if chain is p and in_c(x) and not x.amin() > _DEEPEST[x.dtype]:  # the loops have raised emissions
-                raised = (
-                    (x - _DEEPEST[x.dtype]).clamp_(max=0.0).nan_to_num_(0.0).masked_fill_(redone[..., None], 0.0).exp_()
-                )
-                posteriors = raised.mul_(states[steps])
-            top = top[..., 0].double()
-            terms.append(
-                _sum(top if p.ended is None else top.masked_fill(p.ended[steps][..., 0], 0.0), x.dtype) * -sign
-            )
-            total = x.mul_(sign) if total is None else total.add_(x, alpha=sign)
-            if chain is p:
-                weights = posteriors
-        mean += _mean(total, weights)
-    for sign, chain in zip(signs, chains, strict=True):
-        logs, top = chain.relative_log_p0()
-        terms.append(top[..., 0][None] * -sign)
-        mean += (logs * states[0]).masked_fill_(states[0] == 0, 0.0).sum(-1) * sign
-    return mean
-
-
-def _mean(terms: Tensor, states: Tensor) -> Tensor:
-    """The sum (g, m) over steps and states of terms (k, g, m, c), which are overwritten, times posteriors.
-
-    Terms of posterior 0, which may be of any value, are 0.
-    """
-    mean = terms.mul_(states).sum(-1).sum(0, dtype=torch.float64)
-    if in_c(mean) and math.isfinite(mean.sum()):
-        return mean
-    return terms.masked_fill_(states == 0, 0.0).sum(-1).sum(0, dtype=torch.float64)
-
-
-def _sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of float64 terms (n, g, m) and its rounding error, which is 0 for an arithmetic of float32."""
-    return torch.stack(
-        exact_sum(terms.clone()) if dtype == torch.float64 else (terms.sum(0), torch.zeros_like(terms[0]))
-    )
-
-
 def _take(values: Tensor, index: Tensor) -> Tensor:
     """The values (..., g, m, c) of some members of the only set, or of some sets."""
     return values[..., index, :] if values.shape[-3] == 1 else values[..., index, :, :]
 
 
-def _transitions(chains: Sequence[Chain], messages: Tensor, states: Tensor, index: Tensor, means: Means) -> Tensor:
-    """The mean of logarithms of matrices over the largest entries, and the sum of those and its error (3, g, m).
+def _value(chains: Sequence[Chain], scales: list[Tensor], states: Tensor, exact: Tensor, mean: Tensor) -> Tensor:
+    """The value (g, m) from log-partitions, posteriors (v, g, m, c) and the mean of transitions.
 
-    Of the sequences or sets of an index, from their messages and posteriors (v, g, m, c). The mean is NaN where `means`
-    fail, and for an entropy by pairs it is the negative entropy of all states given the next ones.
+    Log-partitions and the mean are sums and their errors (2, g, m). `exact`: sequences without raised emissions.
     """
-    (v, g, m, c), p = states.shape, chains[0]
-    ended = None if p.ended is None else _take(p.ended, index)[..., 0]
-    one_matrix, linear = all(len(chain.bulk) == 1 for chain in chains), means is _linear
-    mean, tops, weights = torch.zeros(g, m, dtype=torch.float64, device=states.device), [], None
-    count = max(1, (_MESSAGES if linear else _PAIRS // c) // (g * c * (m if one_matrix else max(m, c))))
-    for start in range(1, v, count):
-        steps, before = slice(start, min(v, start + count)), slice(start - 1, min(v, start + count) - 1)
-        if weights is None or not one_matrix:
-            weights = _weights(chains, before, index if 1 < p.g != g else slice(None), linear)
-        mean += _mean(means(messages[before], weights, states[steps]), states[steps])
-        top = weights.top.expand(len(states[steps]), g, m)
-        tops.append(_sum(top if ended is None else top.masked_fill(ended[steps], 0.0), p.dtype))
-    return torch.cat([mean[None], torch.stack(tops).sum(0) if tops else mean.new_zeros(2, g, m)])
+    p, terms = chains[0], [-mean]
+    x = [chain.x.to(p.dtype).reshape(states.shape) for chain in chains]
+    for sign, chain, scale, one in zip(_signs(chains), chains, scales, x, strict=True):
+        logs, top = chain.relative_log_p0()
+        start = (logs * states[0]).masked_fill_(states[0] == 0, 0.0).sum(-1)
+        of_x = torch.zeros_like(mean)
+        if in_c(states):
+            means().add_potentials(one, x[0], states, exact, of_x)
+        else:
+            for steps in _blocks(0, len(one), one[0].numel()):
+                ended = None if p.ended is None else p.ended[steps][..., 0]
+                relative, tops = relative_logs(one[steps].double(), -1, log=True)
+                of_x += _sum(tops[..., 0], ended)
+                of_x[0] += _mean(relative, states[steps])
+        terms += [part * sign for part in (scale, -of_x, -top[..., 0][None], -start[None])]
+    return torch.stack(exact_sum(torch.cat(terms))).sum(0)
 
 
-def _weights(chains: Sequence[Chain], before: slice, sets: Tensor | slice, linear: bool) -> _Weights:
-    """The matrices of some sets that lead on from these steps, or the only ones."""
-    found = [_matrices(chain, before, sets, linear) for chain in chains]
-    (matrices, logs, terms, top), entropy = found[0], len(chains) == 1
-    if not entropy:
-        terms, top = found[1][2] - terms, found[1][3] - top
-    return _Weights(matrices, logs, terms, top, entropy)
+def _signs(chains: Sequence[Chain]) -> tuple[float, ...]:
+    return (1.0,) if len(chains) == 1 else (-1.0, 1.0)
 
 
-def _matrices(chain: Chain, before: slice, sets: Tensor | slice, linear: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """P, its logarithms in float64 unless they are not needed, these with 0 for -inf, and the largest."""
-    weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
-    dtype = chain.dtype if linear else torch.float64
-    if linear and len(chain.bulk) > 1 and not chain.log_params and weights.numel() >= 16:
-        weights = weights[:, sets].to(dtype).contiguous()
-        top = weights.amax((-2, -1))[..., None]
-        if top.amin() > math.exp(-5) and top.amax() < math.exp(5):  # as good as relative to the largest
-            return weights, weights, finite_logs(weights), top.new_zeros(1).double()
-    logs, top = relative_logs(weights[:, sets].double(), (-2, -1), log=chain.log_params)
-    return logs.exp().to(dtype), logs, logs.masked_fill(logs == -math.inf, 0.0).to(dtype), top[..., 0]
+def _blocks(first: int, stop: int, entries: int, most: int = _MESSAGES) -> Iterator[slice]:
+    """Ranges of steps with so many entries each that are computed together."""
+    count = max(1, most // max(1, entries))
+    return (slice(start, min(stop, start + count)) for start in range(first, stop, count))
 
 
-def _linear(before: Tensor, weights: _Weights, states: Tensor) -> Tensor:
-    """The means (k, g, m, c) from messages of C loops; NaN where a sum may have lost terms."""
-    c = states.shape[-1]
-    arrived = _times(before, weights.matrices)
-    terms = _times(before, weights.matrices * weights.terms).div_(arrived)
-    limits = torch.finfo(terms.dtype)
-    limit = c * _LARGEST[terms.dtype] * limits.tiny / limits.eps
-    if not arrived.amin() >= limit:
-        terms.masked_fill_(~(arrived >= limit) & (states > 0), math.nan)
-    return terms
+def _mean(terms: Tensor, states: Tensor) -> Tensor:
+    """The sum (g, m) of terms (k, g, m, c) times posteriors: 0 where these are."""
+    return (terms * states).masked_fill(states == 0, 0.0).sum((0, -1), dtype=torch.float64)
+
+
+def _sum(tops: Tensor, ended: Tensor | None) -> Tensor:
+    """The sum of float64 terms (k, g, m) of steps that a sequence has, and its rounding error (2, g, m)."""
+    return torch.stack(exact_sum(tops.clone() if ended is None else tops.masked_fill(ended, 0.0)))
+
+
+def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor:
+    """The mean of logarithms of matrices and its rounding error (2, g, m), from messages of C loops.
+
+    NaN where a product of messages and matrices may have lost terms.
+    """
+    (v, g, m, c), p, factors = states.shape, chains[0], None
+    out = torch.zeros(2, g, m, dtype=torch.float64)
+    one_matrix, near = (all((len(chain.bulk) == 1) == one for chain in chains) for one in (True, False))
+    for steps in _blocks(1, v, g * c * (m if one_matrix else max(m, c))):
+        before, ended = slice(steps.start - 1, steps.stop - 1), None if p.ended is None else p.ended[steps][..., 0]
+        if near and not p.log_params:
+            matrices = [chain.bulk[before].to(p.dtype).reshape(-1, g, c, c) for chain in chains]
+            factors = means().by_logs(matrices[0], matrices[1] if len(chains) > 1 else None)
+            near = factors is not None
+        if factors is None or not (one_matrix or near):
+            weights = _weights(chains, before)
+            matrix = weights.logs.exp()
+            factors = torch.cat([matrix, matrix * weights.terms], -1).to(p.dtype)
+            if one_matrix:
+                top = weights.top[0]
+                high = (top * (2**27 + 1)) - (top * (2**27 + 1) - top)  # half its digits, whose products are exact
+                count = v - 1 if p.ends is None else (p.ends - 1)[..., 0]
+                out += torch.stack([(high * count).expand(g, m), ((top - high) * count).expand(g, m)])
+            else:
+                out += _sum(weights.top.expand(steps.stop - steps.start, g, m), ended)
+        means().add_quotients(_times(messages[before], factors), states[steps], out)
+    return out
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -237,17 +183,41 @@ def _times(rows: Tensor, matrices: Tensor) -> Tensor:
     return (rows.movedim(1, 0).reshape(g, -1, c) @ matrices[0]).view(g, k, m, -1).movedim(0, 1)
 
 
-def _by_pairs(before: Tensor, weights: _Weights, _: Tensor) -> Tensor:
-    """The means (k, g, m, c) from logarithms of messages."""
-    k, g, m, c = before.shape
-    matmul, logs, terms = log_matmul_kernels(before), weights.logs, weights.terms
-    rows = before.movedim(0, 1).reshape(1, g, k * m, c) if len(logs) == 1 else before
-    if weights.entropy:
-        means = matmul.tangent(rows, logs, rows.masked_fill(rows == -math.inf, 0.0), terms)
-        means -= matmul.forward(rows, logs)[0]
-    else:
-        means = matmul.tangent(rows, logs, torch.zeros_like(rows), terms)
-    return means.view(g, k, m, c).movedim(0, 1) if len(logs) == 1 else means
+def _weights(chains: Sequence[Chain], before: slice) -> _Weights:
+    """The matrices that lead on from these steps, or the only ones, in float64."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for chain in chains:
+        weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
+        found.append(relative_logs(weights.double(), (-2, -1), log=chain.log_params))
+    logs = [one.masked_fill(one == -math.inf, 0.0) for one, _ in found]
+    terms = logs[0] if len(chains) == 1 else logs[1] - logs[0]
+    top = found[0][1] if len(chains) == 1 else found[1][1] - found[0][1]
+    return _Weights(found[0][0], terms, top[..., 0])
+
+
+def _by_pairs(chains: Sequence[Chain], scales: list[Tensor], kept: Kept, states: Tensor) -> Tensor:
+    """The value (g, m) from kept messages as logarithms and posteriors (v, g, m, c)."""
+    (v, g, m, c), p, weights = states.shape, chains[0], None
+    one_matrix = all(len(chain.bulk) == 1 for chain in chains)
+    mean = torch.zeros(2, g, m, dtype=torch.float64, device=states.device)
+    matmul = log_matmul_kernels(mean)
+    for steps in _blocks(1, v, g * c**2 * (m if one_matrix else max(m, c)), _PAIRS):
+        before, k = slice(steps.start - 1, steps.stop - 1), steps.stop - steps.start
+        weights = _weights(chains, before) if weights is None or not one_matrix else weights
+        rows = kept.logs(before)
+        rows = rows.movedim(0, 1).reshape(1, g, k * m, c) if one_matrix else rows
+        along = rows.masked_fill(rows == -math.inf, 0.0) if len(chains) == 1 else torch.zeros_like(rows)
+        terms = matmul.tangent(rows, weights.logs, along, weights.terms)
+        if len(chains) == 1:
+            terms -= matmul.forward(rows, weights.logs)[0]
+        mean[0] += _mean(terms.view(g, k, m, c).movedim(0, 1) if one_matrix else terms, states[steps])
+        ended = None if p.ended is None else p.ended[steps][..., 0]
+        if len(chains) > 1:
+            mean += _sum(weights.top.expand(k, g, m), ended)
+    if len(chains) > 1:
+        return _value(chains, scales, states, torch.ones_like(kept.redone), mean)
+    last, posterior = _at_ends(kept.logs(slice(None)), p.ends), _at_ends(states, p.ends)
+    return -mean[0] - (torch.log_softmax(last, -1) * posterior).masked_fill(posterior == 0, 0.0).sum(-1)
 
 
 def _misses(p: Chain, q: Chain) -> Tensor:
@@ -255,12 +225,13 @@ def _misses(p: Chain, q: Chain) -> Tensor:
     g, m, c, v = p.g, p.m, p.c, p.v
     x, other_x = (chain.x.reshape(v, g, m, c) for chain in (p, q))
     bulk, other = (chain.bulk.reshape(-1, g, c, c) for chain in (p, q))
-    closed = (other <= q.zero) & (bulk > p.zero)
-    closed_starts = (q.p0 <= q.zero).expand(*q.lead, c).reshape(g, m, c)
-    shut = other_x == -math.inf
-    if in_c(p.x) and not (closed.any() or (closed_starts & (p.p0 > p.zero).expand(*p.lead, c).reshape(g, m, c)).any()
-                          or (shut & (x > -math.inf)).any()):  # fmt: skip
+    starts, closed_starts = (chain.p0.expand(*chain.lead, c).reshape(g, m, c) for chain in (p, q))
+    pairs = (bulk, p.zero, other, q.zero), (starts, p.zero, closed_starts, q.zero), (x, -math.inf, other_x, -math.inf)
+    if in_c(p.x) and not any(
+        b.numel() and not b.amin() > low and ((b <= low) & (a > least)).any() for a, least, b, low in pairs
+    ):
         return torch.zeros(g, m, dtype=torch.bool)
+    closed, closed_starts, shut = (other <= q.zero) & (bulk > p.zero), closed_starts <= q.zero, other_x == -math.inf
     forward, backward = (p.x.new_empty(v, *p.lead, c, dtype=p.dtype) for _ in range(2))
     message_kernels(p.x).messages(p, forward, backward)
     reached, continued = (each.reshape(v, g, m, c) > -math.inf for each in (forward, backward))

@@ -2,8 +2,8 @@
 #define BITS 32
 #include "call.h"
 #include "fold.h"
-#include "logs.h"
 #include "matmul.h"
+#include "means.h"
 #include "sample.h"
 #include "stretch.h"
 #include "weigh.h"
