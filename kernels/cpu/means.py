@@ -8,7 +8,7 @@ from torch import Tensor
 from .arguments import Pointing, fields, function
 
 _FIELDS = (
-    "steps sequences states *posteriors *x *base x_step x_sequence base_step base_sequence *arrived *weighted apart"
+    "steps sequences states *posteriors *x *base x_step x_sequence base_step base_sequence *arrived *weighted"
     " *exact *mean *error"
 )
 
@@ -28,7 +28,7 @@ class _Call(Pointing):
 
     def place(self, name: str, values: Tensor, own: int) -> None:
         """Point to values (steps, g, m, *own) whose last `own` axes are contiguous."""
-        rows = values.reshape(len(values), -1, *values.shape[-own:])
+        rows = values.resolve_neg().reshape(len(values), -1, *values.shape[-own:])
         rows = rows if rows[0, 0].is_contiguous() else rows.contiguous()
         self.point(**{name: rows})
         self.set(**{f"{name}_step": rows.stride(0), f"{name}_sequence": rows.stride(1)})
@@ -47,7 +47,7 @@ def add_potentials(x: Tensor, base: Tensor, posteriors: Tensor, exact: Tensor, m
     call.place("x", x, 1)
     call.place("base", base, 1)
     call.point(posteriors=posteriors, exact=exact.contiguous(), mean=mean[0], error=mean[1])
-    call.run("mean_potentials", x.dtype)
+    call.run("means", x.dtype)
 
 
 def add_quotients(sums: Tensor, posteriors: Tensor, mean: Tensor) -> None:
@@ -55,9 +55,8 @@ def add_quotients(sums: Tensor, posteriors: Tensor, mean: Tensor) -> None:
     k, g, m, c = posteriors.shape
     sums, call, limits = sums.contiguous(), _Call(k, g * m, c), torch.finfo(sums.dtype)
     call.point(posteriors=posteriors, mean=mean[0], error=mean[1], arrived=sums, weighted=sums[..., c:])
-    call.set(apart=2 * c)
     call.arguments.limit = c * _LARGEST[sums.dtype] * limits.tiny / limits.eps
-    call.run("mean_quotients", sums.dtype)
+    call.run("means", sums.dtype)
 
 
 def by_logs(matrices: Tensor, others: Tensor | None) -> Tensor | None:
@@ -68,5 +67,4 @@ def by_logs(matrices: Tensor, others: Tensor | None) -> Tensor | None:
     if others is not None:
         call.place("base", others, 2)
     call.point(arrived=out, weighted=out[..., c:])
-    call.set(apart=2 * c)
     return None if call.run("by_logs", out.dtype) else out

@@ -26,7 +26,7 @@ from ..message import Kept
 from ..numbers import exact_sum, relative_logs
 
 # entries of messages, and of pairs of states, that are computed together
-_MESSAGES, _PAIRS = 2**17, 2**20
+_MESSAGES, _PAIRS = 2**18, 2**20
 
 
 class _Weights(NamedTuple):
@@ -51,12 +51,13 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     passes = [(kept, leaving), *(forward(chain, leave=True) for chain in chains[1:])]
     norms, redone = (torch.stack(each) for each in zip(*((one.log_norm, one.redone) for one, _ in passes), strict=True))
     scales = [message.scale for _, message in passes]
+    infinite = torch.zeros_like(redone[0]) if len(chains) == 1 else _misses(*chains) | (norms[1] == -math.inf)
     value, axis = torch.full_like(norms[0], math.nan), int(p.g == 1)
     index = torch.arange(value.shape[axis], device=value.device)
     if c_loops and not kept.redone.all():
         value = _value(chains, scales, states, kept.redone, _linear(chains, kept.messages, states))
     if c_loops:
-        index = ((kept.redone | ~value.isfinite()) & norms.isfinite().all(0)).any(1 - axis).nonzero()[:, 0]
+        index = ((kept.redone | ~value.isfinite()) & norms.isfinite().all(0) & ~infinite).any(1 - axis).nonzero()[:, 0]
     if len(index):
         parts = [_part(chain, index) for chain in chains]
         if c_loops and p.dtype == torch.float32:
@@ -68,10 +69,8 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
                 parts, [one.index_select(axis + 1, index) for one in scales], chosen, _take(states, index)
             )
         value.index_copy_(axis, index, exact)
-    if len(chains) > 1:
-        infinite = _misses(*chains) | (norms[1] == -math.inf)
-        value = torch.where(norms[1].isnan(), math.nan, value.masked_fill(infinite, math.inf))
-    value = torch.where(norms[0].isnan(), math.nan, value.masked_fill(norms[0] == -math.inf, 0.0))
+    value = value.masked_fill(infinite, math.inf).masked_fill(norms[-1].isnan(), math.nan)
+    value = value.masked_fill(norms[0] == -math.inf, 0.0).masked_fill(norms[0].isnan(), math.nan)
     return value, redone.any(0)
 
 
@@ -115,7 +114,7 @@ def _value(chains: Sequence[Chain], scales: list[Tensor], states: Tensor, exact:
         if in_c(states):
             means().add_potentials(one, x[0], states, exact, of_x)
         else:
-            for steps in _blocks(0, len(one), one[0].numel()):
+            for steps in _blocks(0, len(one), one[0].numel(), _MESSAGES):
                 ended = None if p.ended is None else p.ended[steps][..., 0]
                 relative, tops = relative_logs(one[steps].double(), -1, log=True)
                 of_x += _sum(tops[..., 0], ended)
@@ -128,7 +127,7 @@ def _signs(chains: Sequence[Chain]) -> tuple[float, ...]:
     return (1.0,) if len(chains) == 1 else (-1.0, 1.0)
 
 
-def _blocks(first: int, stop: int, entries: int, most: int = _MESSAGES) -> Iterator[slice]:
+def _blocks(first: int, stop: int, entries: int, most: int) -> Iterator[slice]:
     """Ranges of steps with so many entries each that are computed together."""
     count = max(1, most // max(1, entries))
     return (slice(start, min(stop, start + count)) for start in range(first, stop, count))
@@ -152,7 +151,7 @@ def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor
     (v, g, m, c), p, factors = states.shape, chains[0], None
     out = torch.zeros(2, g, m, dtype=torch.float64)
     one_matrix, near = (all((len(chain.bulk) == 1) == one for chain in chains) for one in (True, False))
-    for steps in _blocks(1, v, g * c * (m if one_matrix else max(m, c))):
+    for steps in _blocks(1, v, g * c * (m if one_matrix else max(m, c)), _MESSAGES):
         before, ended = slice(steps.start - 1, steps.stop - 1), None if p.ended is None else p.ended[steps][..., 0]
         if near and not p.log_params:
             matrices = [chain.bulk[before].to(p.dtype).reshape(-1, g, c, c) for chain in chains]
@@ -205,12 +204,13 @@ def _by_pairs(chains: Sequence[Chain], scales: list[Tensor], kept: Kept, states:
         before, k = slice(steps.start - 1, steps.stop - 1), steps.stop - steps.start
         weights = _weights(chains, before) if weights is None or not one_matrix else weights
         rows = kept.logs(before)
-        rows = rows.movedim(0, 1).reshape(1, g, k * m, c) if one_matrix else rows
+        rows = rows.movedim(0, 1).reshape(g, k * m, c) if one_matrix else rows.flatten(0, 1)
+        logs, of_matrices = (one.expand(1 if one_matrix else k, g, c, c).flatten(0, 1) for one in weights[:2])
         along = rows.masked_fill(rows == -math.inf, 0.0) if len(chains) == 1 else torch.zeros_like(rows)
-        terms = matmul.tangent(rows, weights.logs, along, weights.terms)
+        terms = matmul.tangent(rows, logs, along, of_matrices)
         if len(chains) == 1:
-            terms -= matmul.forward(rows, weights.logs)[0]
-        mean[0] += _mean(terms.view(g, k, m, c).movedim(0, 1) if one_matrix else terms, states[steps])
+            terms -= matmul.forward(rows, logs)[0]
+        mean[0] += _mean(terms.view(g, k, m, c).movedim(0, 1) if one_matrix else terms.view(k, g, m, c), states[steps])
         ended = None if p.ended is None else p.ended[steps][..., 0]
         if len(chains) > 1:
             mean += _sum(weights.top.expand(k, g, m), ended)

@@ -1,27 +1,19 @@
-/* Means under posteriors g for kernels/plain/entropy.py: each is a sum over steps and states, and g = 0 adds nothing. */
+/* Means under posteriors g for kernels/plain/entropy.py: sums over steps and states, to which g = 0 adds nothing. */
 #pragma once
-#include "scale.h"
 #include "step.h"
 
 typedef struct {
     int64_t steps, sequences, states;
-    const real *posteriors;         /* (steps, sequences, c) */
-    const real *x, *base;           /* (steps, sequences, c): log emissions, and those that g is computed from */
+    const real *posteriors, *x, *base; /* (steps, sequences, c): g, log emissions, and those that g is computed from */
     int64_t x_step, x_sequence, base_step, base_sequence;
-    const real *arrived, *weighted; /* (steps, sequences, c): sums U, and those that are divided by them */
-    int64_t apart;                  /* entries between two rows of these */
-    const uint8_t *exact;           /* (sequences): no emission was raised */
-    double *mean, *error;           /* (sequences): added to: means, and their rounding errors */
-    double limit;                   /* means are NaN where a sum U below this one counts */
+    const real *arrived, *weighted;    /* (steps, sequences, c): sums U, and what they divide, in the halves of rows */
+    const uint8_t *exact;              /* (sequences): no emission was raised */
+    double *mean, *error;              /* (sequences): added to: means, and their rounding errors */
+    double limit;                      /* means are NaN where a sum U below this one counts */
 } Means;
 
 INLINE reals some_of(const real *from, int64_t left, real fill) {
     return left >= LANES ? load(from) : load_some(from, 1, left, fill);
-}
-
-INLINE void store_up_to(real *to, reals a, int64_t left) {
-    if (left >= LANES) store(to, a);
-    else store_some(to, a, left);
 }
 
 static real largest_of_row(int64_t c, const real *x) {
@@ -30,73 +22,60 @@ static real largest_of_row(int64_t c, const real *x) {
     return largest(most);
 }
 
-INLINE void add_mean(const Means *a, int64_t q, double term) {
-    Sum mean = {a->mean[q], a->error[q]};
-    add(&mean, term);
-    a->mean[q] = mean.sum, a->error[q] = mean.error;
-}
-
-/* Means of x. */
-EXPORT int64_t EXPORTED(logchain_mean_potentials)(const Means *a) {
+/* Means of x, or if that is null, of weighted / arrived. */
+EXPORT int64_t EXPORTED(logchain_means)(const Means *a) {
     int64_t c = a->states;
     for (int64_t row = 0; row < a->steps * a->sequences; row++) {
         int64_t step = row / a->sequences, q = row % a->sequences;
-        const real *g = a->posteriors + row * c, *x = a->x + step * a->x_step + q * a->x_sequence,
+        const real *x = a->x + step * a->x_step + q * a->x_sequence,
                    *base = a->base + step * a->base_step + q * a->base_sequence;
-        real top = largest_of_row(c, x), top_of_base = base == x ? top : largest_of_row(c, base);
+        real top = a->x ? largest_of_row(c, x) : 0, high = a->x && base != x ? largest_of_row(c, base) : top;
         reals sum = {0};
-        wholes counted = {0};
+        wholes few = {0}, counted = {0};
         for (int64_t j = 0; j < c; j += LANES) {
-            reals share = some_of(g + j, c - j, 0), below = some_of(base + j, c - j, 0) - top_of_base;
-            wholes counts = share > 0, raised = counts & (below < LOG_DEEPEST);
-            if (any(raised) && !a->exact[q]) { /* the posterior is too large by as much as the emission is */
-                reals down = exponential(below - LOG_DEEPEST, (reals){0});
-                share = where(raised, where(below < 2 * LOG_DEEPEST, (reals){0}, share * down), share);
+            reals share = some_of(a->posteriors + row * c + j, c - j, 0), term;
+            if (a->x) {
+                reals below = some_of(base + j, c - j, 0) - high;
+                wholes raised = (share > 0) & (below < LOG_DEEPEST); /* g is too large by as much as the emission is */
+                if (any(raised) && !a->exact[q]) {
+                    reals down = where(below < 2 * LOG_DEEPEST, (reals){0}, exponential(below - LOG_DEEPEST, NO_TAIL));
+                    share *= where(raised, down, splat(1));
+                }
+                term = some_of(x + j, c - j, 0) - top;
+            } else {
+                reals sums = some_of(a->arrived + 2 * row * c + j, c - j, 1);
+                term = some_of(a->weighted + 2 * row * c + j, c - j, 0) / sums;
+                few |= (share > 0) & ~(sums >= (real)a->limit);
             }
-            sum += where(share > 0, share * (some_of(x + j, c - j, 0) - top), (reals){0}), counted |= counts;
+            sum += where(share > 0, share * term, (reals){0}), counted |= share > 0;
         }
-        if (!any(counted)) continue;
-        add_mean(a, q, top), add_mean(a, q, (double)total(sum));
+        Sum mean = {a->mean[q], a->error[q]};
+        if (any(counted)) add(&mean, top), add(&mean, any(few) ? __builtin_nan("") : (double)total(sum));
+        a->mean[q] = mean.sum, a->error[q] = mean.error;
     }
     return 0;
 }
 
-/* Means of weighted / arrived. */
-EXPORT int64_t EXPORTED(logchain_mean_quotients)(const Means *a) {
-    int64_t c = a->states;
-    for (int64_t row = 0; row < a->steps * a->sequences; row++) {
-        reals sum = {0};
-        wholes few = {0};
-        for (int64_t j = 0; j < c; j += LANES) {
-            reals share = some_of(a->posteriors + row * c + j, c - j, 0);
-            reals below = some_of(a->arrived + row * a->apart + j, c - j, 1);
-            wholes counts = share > 0;
-            few |= counts & ~(below >= (real)a->limit);
-            sum += where(counts, share * (some_of(a->weighted + row * a->apart + j, c - j, 0) / below), (reals){0});
-        }
-        add_mean(a, row % a->sequences, any(few) ? __builtin_nan("") : (double)total(sum));
-    }
-    return 0;
-}
-
-/* P of matrices x (steps, sequences, c, c) and P log P, or P log(base / P) unless `base` is null, 0 where a weight is 0, into halves of rows of
-   `apart` entries. Returns 1 if a matrix is not near 1. */
+/* P of matrices x (steps, sequences, c, c) and P log P, or P log(base / P) unless `base` is null, 0 where a weight is 0,
+   into halves of rows. Returns 1 if a matrix is not near 1. */
 EXPORT int64_t EXPORTED(logchain_by_logs)(const Means *a) {
     int64_t c = a->states;
-    for (int64_t set = 0; set < a->steps * a->sequences; set++) {
-        int64_t step = set / a->sequences, q = set % a->sequences;
-        const real *x = a->x + step * a->x_step + q * a->x_sequence,
-                   *base = a->base ? a->base + step * a->base_step + q * a->base_sequence : x;
-        real *to = (real *)a->arrived + set * c * a->apart, *by_logs = (real *)a->weighted + set * c * a->apart;
+    for (int64_t row = 0; row < a->steps * a->sequences * c; row++) {
+        int64_t step = row / c / a->sequences, q = row / c % a->sequences, k = row % c * c;
+        const real *x = a->x + step * a->x_step + q * a->x_sequence + k,
+                   *base = a->base ? a->base + step * a->base_step + q * a->base_sequence + k : x;
         reals most = {0};
-        for (int64_t k = 0; k < c; k++, x += c, base += c, to += a->apart, by_logs += a->apart)
-            for (int64_t j = 0; j < c; j += LANES) {
-                reals p = some_of(x + j, c - j, 0), other = some_of(base + j, c - j, 0), logs = logarithms(other);
-                if (a->base) logs -= logarithms(p);
-                logs = where((p == 0) | (other == 0), (reals){0}, p * logs), most = larger(most, larger(p, other));
-                store_up_to(to + j, p, c - j), store_up_to(by_logs + j, logs, c - j);
-            }
-        if (!(largest(most) > (real)0x1p-7 && largest(most) < (real)0x1p7)) return 1;
+        for (int64_t j = 0; j < c; j += LANES) {
+            reals p = some_of(x + j, c - j, 0), other = some_of(base + j, c - j, 0), logs = logarithms(other);
+            if (a->base) logs -= logarithms(p);
+            logs = where((p == 0) | (other == 0), (reals){0}, p * logs), most = larger(most, larger(p, other));
+            if (c - j < LANES) store_some((real *)a->arrived + 2 * row * c + j, p, c - j);
+            else store((real *)a->arrived + 2 * row * c + j, p);
+            if (c - j < LANES) store_some((real *)a->weighted + 2 * row * c + j, logs, c - j);
+            else store((real *)a->weighted + 2 * row * c + j, logs);
+        }
+        real high = largest(most);
+        if (!(high < (real)0x1p7) || (high > 0 && high < (real)0x1p-16)) return 1;
     }
     return 0;
 }
