@@ -120,6 +120,23 @@ def test_small_entropies_and_divergences_of_large_partitions(dtype):
         torch.testing.assert_close(expected[0].item(), exact, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("each", [False, True], ids=["one matrix", "each"])
+def test_entropy_and_divergence_far_potentials_equal_impossible(dtype, each):
+    """Loops raise emissions that are far below the others, and finite potentials may be as low as floats are."""
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, 3, 9, 5, generator=generator).to(dtype).unbind()
+    bulk, p0 = torch.rand(3, 8 if each else 1, 5, 5, generator=generator).to(dtype), torch.ones(5, dtype=dtype)
+    bulk[:, :, 1] = 0.0
+    low = torch.rand(3, 9, 5, generator=generator) < 0.3
+    expected = None
+    for value in (-INF, torch.finfo(dtype).min, -1e9, -800.0):
+        p, q = (one.masked_fill(low, value) for one in (x, other))
+        found = logchain.entropy(p, bulk, p0), logchain.kl_divergence((p, bulk, p0), (q, bulk.sqrt(), p0))
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=100 * unit(dtype), atol=0)
+
+
 def test_results_can_be_changed_in_place():
     """None of them is what its gradient is computed from."""
     operands = [operand.requires_grad_() for operand in small(0)[:3]]

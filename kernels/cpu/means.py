@@ -8,18 +8,15 @@ from torch import Tensor
 from .arguments import Pointing, fields, function
 
 _FIELDS = (
-    "steps sequences states *posteriors *x *base x_step x_sequence base_step base_sequence *arrived *weighted"
-    " *exact *mean *error"
+    "steps sequences states *posteriors *x *base x_step x_sequence base_step base_sequence *arrived *weighted *exact"
+    " *mean *error"
 )
-
-# the largest entry of a message
-_LARGEST = {torch.float32: 2.0**100, torch.float64: 2.0**900}
 
 
 class Arguments(ctypes.Structure):
     """`Means` of c/means.h, field by field."""
 
-    _fields_ = [*fields(_FIELDS), ("limit", ctypes.c_double)]
+    _fields_ = fields(_FIELDS)
 
 
 class _Call(Pointing):
@@ -51,11 +48,10 @@ def add_potentials(x: Tensor, base: Tensor, posteriors: Tensor, exact: Tensor, m
 
 
 def add_quotients(sums: Tensor, posteriors: Tensor, mean: Tensor) -> None:
-    """Add the mean of the second half of sums (k, g, m, 2 c) over the first; NaN where that may have lost terms."""
+    """Add the mean of the second half of sums (k, g, m, 2 c) over the first."""
     k, g, m, c = posteriors.shape
-    sums, call, limits = sums.contiguous(), _Call(k, g * m, c), torch.finfo(sums.dtype)
+    sums, call = sums.contiguous(), _Call(k, g * m, c)
     call.point(posteriors=posteriors, mean=mean[0], error=mean[1], arrived=sums, weighted=sums[..., c:])
-    call.arguments.limit = c * _LARGEST[sums.dtype] * limits.tiny / limits.eps
     call.run("means", sums.dtype)
 
 

@@ -15,7 +15,6 @@ r_i(k | j) = S_{i-1}(k) P_i(k, j) / sum over k.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +26,6 @@ from ..numbers import exact_sum, relative_logs
 
 # entries of messages, and of pairs of states, that are computed together
 _MESSAGES, _PAIRS = 2**18, 2**20
-
-
-class _Weights(NamedTuple):
-    """The logarithms of P (s, g, c, c) over its largest entry, and L of the mean, in which 0 is in place of -inf.
-
-    `top`: what the mean of L lacks because each chain's matrices were divided (s, g, 1).
-    """
-
-    logs: Tensor
-    terms: Tensor
-    top: Tensor
 
 
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
@@ -107,7 +95,8 @@ def _value(chains: Sequence[Chain], scales: list[Tensor], states: Tensor, exact:
     """
     p, terms = chains[0], [-mean]
     x = [chain.x.to(p.dtype).reshape(states.shape) for chain in chains]
-    for sign, chain, scale, one in zip(_signs(chains), chains, scales, x, strict=True):
+    signs = (1.0,) if len(chains) == 1 else (-1.0, 1.0)
+    for sign, chain, scale, one in zip(signs, chains, scales, x, strict=True):
         logs, top = chain.relative_log_p0()
         start = (logs * states[0]).masked_fill_(states[0] == 0, 0.0).sum(-1)
         of_x = torch.zeros_like(mean)
@@ -121,10 +110,6 @@ def _value(chains: Sequence[Chain], scales: list[Tensor], states: Tensor, exact:
                 of_x[0] += _mean(relative, states[steps])
         terms += [part * sign for part in (scale, -of_x, -top[..., 0][None], -start[None])]
     return torch.stack(exact_sum(torch.cat(terms))).sum(0)
-
-
-def _signs(chains: Sequence[Chain]) -> tuple[float, ...]:
-    return (1.0,) if len(chains) == 1 else (-1.0, 1.0)
 
 
 def _blocks(first: int, stop: int, entries: int, most: int) -> Iterator[slice]:
@@ -146,7 +131,7 @@ def _sum(tops: Tensor, ended: Tensor | None) -> Tensor:
 def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor:
     """The mean of logarithms of matrices and its rounding error (2, g, m), from messages of C loops.
 
-    NaN where a product of messages and matrices may have lost terms.
+    NaN where a matrix has lost an entry that counts, but for those that lose it in C loops too, which flag them.
     """
     (v, g, m, c), p, factors = states.shape, chains[0], None
     out = torch.zeros(2, g, m, dtype=torch.float64)
@@ -158,16 +143,16 @@ def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor
             factors = means().by_logs(matrices[0], matrices[1] if len(chains) > 1 else None)
             near = factors is not None
         if factors is None or not (one_matrix or near):
-            weights = _weights(chains, before)
-            matrix = weights.logs.exp()
-            factors = torch.cat([matrix, matrix * weights.terms], -1).to(p.dtype)
+            logs, terms, tops = _weights(chains, before)
+            matrix = logs.exp()
+            factors = torch.cat([matrix, matrix * terms], -1).to(p.dtype)
             if one_matrix:
-                top = weights.top[0]
+                top = tops[0]
                 high = (top * (2**27 + 1)) - (top * (2**27 + 1) - top)  # half its digits, whose products are exact
                 count = v - 1 if p.ends is None else (p.ends - 1)[..., 0]
                 out += torch.stack([(high * count).expand(g, m), ((top - high) * count).expand(g, m)])
             else:
-                out += _sum(weights.top.expand(steps.stop - steps.start, g, m), ended)
+                out += _sum(tops.expand(steps.stop - steps.start, g, m), ended)
         means().add_quotients(_times(messages[before], factors), states[steps], out)
     return out
 
@@ -182,8 +167,11 @@ def _times(rows: Tensor, matrices: Tensor) -> Tensor:
     return (rows.movedim(1, 0).reshape(g, -1, c) @ matrices[0]).view(g, k, m, -1).movedim(0, 1)
 
 
-def _weights(chains: Sequence[Chain], before: slice) -> _Weights:
-    """The matrices that lead on from these steps, or the only ones, in float64."""
+def _weights(chains: Sequence[Chain], before: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Of matrices that lead on from these steps: log P over the largest (s, g, c, c), L of the mean, and its largest.
+
+    In L 0 is in place of -inf. All are float64.
+    """
     found: list[tuple[Tensor, Tensor]] = []
     for chain in chains:
         weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
@@ -191,7 +179,7 @@ def _weights(chains: Sequence[Chain], before: slice) -> _Weights:
     logs = [one.masked_fill(one == -math.inf, 0.0) for one, _ in found]
     terms = logs[0] if len(chains) == 1 else logs[1] - logs[0]
     top = found[0][1] if len(chains) == 1 else found[1][1] - found[0][1]
-    return _Weights(found[0][0], terms, top[..., 0])
+    return found[0][0], terms, top[..., 0]
 
 
 def _by_pairs(chains: Sequence[Chain], scales: list[Tensor], kept: Kept, states: Tensor) -> Tensor:
@@ -213,7 +201,7 @@ def _by_pairs(chains: Sequence[Chain], scales: list[Tensor], kept: Kept, states:
         mean[0] += _mean(terms.view(g, k, m, c).movedim(0, 1) if one_matrix else terms.view(k, g, m, c), states[steps])
         ended = None if p.ended is None else p.ended[steps][..., 0]
         if len(chains) > 1:
-            mean += _sum(weights.top.expand(k, g, m), ended)
+            mean += _sum(weights[2].expand(k, g, m), ended)
     if len(chains) > 1:
         return _value(chains, scales, states, torch.ones_like(kept.redone), mean)
     last, posterior = _at_ends(kept.logs(slice(None)), p.ends), _at_ends(states, p.ends)
