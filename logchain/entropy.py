@@ -44,9 +44,9 @@ def entropy(
     (how many nats a state that matters lies below the largest of its step), the error is about `2 v (c + 8 + 2 D) u` at
     most. An entropy of float64 operands keeps its digits however large |log Z| is, for no large numbers are subtracted.
 
-    Cost: `4 v c^2` multiply-adds per sequence, `2 v` dependent steps, and a logarithm for each entry of `bulk`. Sequences
-    that underflow are computed again in float64, and what that cannot hold takes an exponential and a logarithm for
-    each step and each entry of a matrix; all do on other devices than a CPU. Memory: two tensors `[*B, v, c]`. The
+    Cost: `4 v c^2` multiply-adds per sequence, `2 v` dependent steps, and a logarithm for each entry of `bulk`. What
+    underflows is computed again in float64, and what that cannot hold takes an exponential and a logarithm for each
+    step and each nonzero entry of a matrix; all do on other devices than a CPU. Memory: two tensors `[*B, v, c]`. The
     gradient, a covariance, is computed in log space: about `9 v c^2` multiply-adds, each ten times as slow.
 
     Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005):

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, in_c, log_matmul_kernels, means, message_kernels, messages_of
+from .. import chain_kernels, in_c, means, message_kernels, messages_of
 from ..chain import Chain
 from ..message import Kept
 from ..numbers import exact_sum, relative_logs
@@ -104,9 +104,8 @@ def _value(chains: Sequence[Chain], scales: list[Tensor], states: Tensor, exact:
             means().add_potentials(one, x[0], states, exact, of_x)
         else:
             for steps in _blocks(0, len(one), one[0].numel(), _MESSAGES):
-                ended = None if p.ended is None else p.ended[steps][..., 0]
                 relative, tops = relative_logs(one[steps].double(), -1, log=True)
-                of_x += _sum(tops[..., 0], ended)
+                of_x += _sum(tops[..., 0], p, steps)
                 of_x[0] += _mean(relative, states[steps])
         terms += [part * sign for part in (scale, -of_x, -top[..., 0][None], -start[None])]
     return torch.stack(exact_sum(torch.cat(terms))).sum(0)
@@ -123,9 +122,11 @@ def _mean(terms: Tensor, states: Tensor) -> Tensor:
     return (terms * states).masked_fill(states == 0, 0.0).sum((0, -1), dtype=torch.float64)
 
 
-def _sum(tops: Tensor, ended: Tensor | None) -> Tensor:
-    """The sum of float64 terms (k, g, m) of steps that a sequence has, and its rounding error (2, g, m)."""
-    return torch.stack(exact_sum(tops.clone() if ended is None else tops.masked_fill(ended, 0.0)))
+def _sum(tops: Tensor, chain: Chain, steps: slice) -> Tensor:
+    """The sum of float64 terms (k, g, m) of the steps that a sequence has, and its rounding error (2, g, m)."""
+    return torch.stack(
+        exact_sum(tops.clone() if chain.ended is None else tops.masked_fill(chain.ended[steps][..., 0], 0))
+    )
 
 
 def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor
     out = torch.zeros(2, g, m, dtype=torch.float64)
     one_matrix, near = (all((len(chain.bulk) == 1) == one for chain in chains) for one in (True, False))
     for steps in _blocks(1, v, g * c * (m if one_matrix else max(m, c)), _MESSAGES):
-        before, ended = slice(steps.start - 1, steps.stop - 1), None if p.ended is None else p.ended[steps][..., 0]
+        before = slice(steps.start - 1, steps.stop - 1)
         if near and not p.log_params:
             matrices = [chain.bulk[before].to(p.dtype).reshape(-1, g, c, c) for chain in chains]
             factors = means().by_logs(matrices[0], matrices[1] if len(chains) > 1 else None)
@@ -152,7 +153,7 @@ def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor
                 count = v - 1 if p.ends is None else (p.ends - 1)[..., 0]
                 out += torch.stack([(high * count).expand(g, m), ((top - high) * count).expand(g, m)])
             else:
-                out += _sum(tops.expand(steps.stop - steps.start, g, m), ended)
+                out += _sum(tops.expand(steps.stop - steps.start, g, m), p, steps)
         means().add_quotients(_times(messages[before], factors), states[steps], out)
     return out
 
@@ -187,23 +188,23 @@ def _by_pairs(chains: Sequence[Chain], scales: list[Tensor], kept: Kept, states:
     (v, g, m, c), p, weights = states.shape, chains[0], None
     one_matrix = all(len(chain.bulk) == 1 for chain in chains)
     mean = torch.zeros(2, g, m, dtype=torch.float64, device=states.device)
-    matmul = log_matmul_kernels(mean)
+    sources, to = torch.arange(c, device=mean.device)[:, None].expand(c, c), torch.arange(c, device=mean.device)
     for steps in _blocks(1, v, g * c**2 * (m if one_matrix else max(m, c)), _PAIRS):
         before, k = slice(steps.start - 1, steps.stop - 1), steps.stop - steps.start
-        weights = _weights(chains, before) if weights is None or not one_matrix else weights
-        rows = kept.logs(before)
-        rows = rows.movedim(0, 1).reshape(g, k * m, c) if one_matrix else rows.flatten(0, 1)
-        logs, of_matrices = (one.expand(1 if one_matrix else k, g, c, c).flatten(0, 1) for one in weights[:2])
-        along = rows.masked_fill(rows == -math.inf, 0.0) if len(chains) == 1 else torch.zeros_like(rows)
-        terms = matmul.tangent(rows, logs, along, of_matrices)
-        if len(chains) == 1:
-            terms -= matmul.forward(rows, logs)[0]
-        mean[0] += _mean(terms.view(g, k, m, c).movedim(0, 1) if one_matrix else terms.view(k, g, m, c), states[steps])
-        ended = None if p.ended is None else p.ended[steps][..., 0]
+        if weights is None or not one_matrix:
+            weights = _weights(chains, before)
+            if in_c(mean):  # elsewhere no value is read
+                possible = (weights[0] > -math.inf).flatten(0, 1).any(0)
+                sources = possible.to(torch.uint8).argsort(0, descending=True)[: int(possible.sum(0).amax())]
+        rows = kept.logs(before).index_select(-1, sources.flatten()).view(k, g, m, *sources.shape)
+        logs, ratios = (one[:, :, None][..., sources, to] for one in weights[:2])
+        chances = torch.log_softmax(rows + logs, -2)
+        shares, terms = chances.exp(), chances if len(chains) == 1 else ratios
+        mean[0] += _mean((shares * terms).masked_fill_(shares == 0, 0.0).sum(-2), states[steps])
         if len(chains) > 1:
-            mean += _sum(weights[2].expand(k, g, m), ended)
+            mean += _sum(weights[2].expand(k, g, m), p, steps)
     if len(chains) > 1:
-        return _value(chains, scales, states, torch.ones_like(kept.redone), mean)
+        return _value(chains, scales, states, kept.redone, mean)
     last, posterior = _at_ends(kept.logs(slice(None)), p.ends), _at_ends(states, p.ends)
     return -mean[0] - (torch.log_softmax(last, -1) * posterior).masked_fill(posterior == 0, 0.0).sum(-1)
 
