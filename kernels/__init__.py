@@ -135,11 +135,6 @@ def stretches() -> ModuleType:
     return load("cpu.stretch")
 
 
-def means() -> ModuleType:
-    """The module of means under posteriors on a CPU, `kernels.cpu.means`."""
-    return load("cpu.means")
-
-
 def path_kernels(tensor: Tensor) -> ModuleType:
     """The module of `paths`, the best path of a chain, see `kernels.plain.viterbi`."""
     return _module("path", tensor)

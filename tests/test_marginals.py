@@ -93,7 +93,7 @@ def test_entropy_and_divergence_in_blocks_equal_whole(sets, steps, scale, monkey
         arrays = [tuple(operand.numpy() for operand in chain) for chain in chains]
         expected = f(*(arrays[0] if len(arrays) == 1 else arrays), lengths=lengths.numpy())
         np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-10 * scale)
-    for size in ("_MESSAGES", "_PAIRS"):
+    for size in ("_BLOCK", "_COUNTS"):
         monkeypatch.setattr(f"logchain.kernels.plain.entropy.{size}", 1)
         torch.testing.assert_close(found(), whole, rtol=1e-12, atol=1e-12 * scale)
 

@@ -1,15 +1,15 @@
-"""The entropy of the posterior over paths, and the divergence of two, from forward messages S and posteriors g.
+"""The entropy of the posterior over paths, and the divergence of two, from posteriors g and expected counts C.
 
 With t the sum of the logarithms of all weights along a path of the posterior, and t' of those under a second chain:
 
     H = log Z - E[t]        KL = (log Z' - E[t']) - (log Z - E[t])
-    E[t] = <g_0, log p0> + sum_i <g_i, x_i> + sum_i <g_i, S_{i-1} (P_i log P_i) / (S_{i-1} P_i)>
+    E[t] = <g_0, log p0> + sum_i <g_i, x_i> + sum_i <C_i, log P_i>
 
-The largest of each x_i, P_i and p0 is taken out of them and out of log Z beforehand: no large numbers are subtracted.
-Loops in C, whose messages are linear, compute with the floats of the chain. A sequence that these cannot hold is
-computed again in float64, and where float64 cannot hold it either, and on other devices, by logarithms of messages pair
-by pair of states. An entropy is then that of the last state and the mean of each state's given the next one, which are
-r_i(k | j) = S_{i-1}(k) P_i(k, j) / sum over k.
+The largest of each x_i, P_i and p0 is divided by beforehand, so that no large numbers are subtracted. `backward` counts
+the uses of matrices that no other sequence has. Of others, C loops hold linear forward messages S, and the last sum is
+that of <g_i, S_{i-1} (P_i log P_i) / (S_{i-1} P_i)>. What underflows in C loops is computed again in float64, and in
+the end with matrices for each sequence, as all is on other devices. There an entropy is that of the last state, and of
+each state given the next one, for which C_i is enough.
 """
 
 import math
@@ -19,194 +19,154 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, in_c, means, message_kernels, messages_of
+from .. import chain_kernels, in_c, in_triton, message_kernels, messages_of, on_gpu
 from ..chain import Chain
-from ..message import Kept
-from ..numbers import exact_sum, relative_logs
+from ..choice import load
 
-# entries of messages, and of pairs of states, that are computed together
-_MESSAGES, _PAIRS = 2**18, 2**20
+# entries that are computed together, and counts of transitions that are kept
+_BLOCK, _COUNTS = 2**18, 2**24
+
+# Triton kernels raise no emissions but those further below the largest
+_DEEPEST = -960 * math.log(2)
 
 
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
     p, c_loops = chains[0], in_c(chains[0].x)
+    size = (p.v - 1 if len(chains) == 1 and not c_loops else len(p.bulk)) * p.c**2
+    most, together = max(1, _COUNTS // max(1, size)), c_loops and p.m > 1
+    if p.g > (1 if p.m > 1 else most) or (p.m > 1 and not c_loops):  # by set, or a set for each sequence
+        indices = torch.arange(p.g * p.m, device=p.x.device).split(p.m if together else most)
+        found = [values(_part(chains, index, p.dtype, together)) for index in indices]
+        value, redone = (torch.cat([one.view(-1) for one in each]).view(p.g, p.m) for each in zip(*found, strict=True))
+        return value, redone
+    value, redone, wrong = _values([_relative(chain) for chain in chains])
+    if c_loops and (p.m > 1 or p.dtype == torch.float32) and wrong.any():
+        index = wrong.view(-1).nonzero()[:, 0]
+        part = _part(chains, index, torch.float64, together and p.dtype == torch.float32)
+        value.view(-1)[index] = values(part)[0].view(-1)
+    return value, redone
+
+
+def _part(chains: Sequence[Chain], index: Tensor, dtype: torch.dtype, together: bool) -> list[Chain]:
+    """Some sequences, `together` if they are of one set, or in a set each."""
+    parts, lead = [], (1, len(index)) if together else (len(index), 1)
+    for chain in chains:
+        m, c = chain.m, chain.c
+        x, bulk = chain.x.reshape(chain.v, -1, c)[:, index], chain.bulk.reshape(-1, chain.g, c, c)
+        bulk, p0 = bulk[:, index[: lead[0]] // m], chain.p0.expand(*chain.lead, c).reshape(-1, c)[index]
+        ends = None if chain.ends is None else chain.ends.reshape(-1)[index].view(*lead, 1)
+        x, bulk, p0 = x.to(dtype).view(-1, *lead, c), bulk.to(dtype), p0.to(dtype).view(*lead, c)
+        parts.append(replace(chain, x=x, bulk=bulk, p0=p0, ends=ends, dtype=dtype))
+    return parts
+
+
+def _relative(chain: Chain) -> Chain:
+    """The chain with weights over the largest of their step unless these are near 1, which changes no posterior."""
+    weights = []
+    for one, axes, log in (
+        (chain.x, -1, True), (chain.bulk, (-2, -1), chain.log_params), (chain.p0, -1, chain.log_params),
+    ):  # fmt: skip
+        one = one.to(chain.dtype)
+        top = one.amax(axes, keepdim=True)
+        if log and (on_gpu(one) or not (top.abs() < 8).all()):
+            one = one - top.masked_fill(~top.isfinite(), 0.0)
+        elif not log and not on_gpu(one) and not ((top > 2.0**-16) & (top < 2.0**12)).all():
+            over = one / top.masked_fill(top == 0, 1.0)
+            one = over if ((over >= torch.finfo(over.dtype).tiny) | (one == 0)).all() else one
+        weights.append(one)
+    return replace(chain, x=weights[0], bulk=weights[1], p0=weights[2])
+
+
+def _values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
+    """The values (g, m), which sequences underflow, and which are to be computed again, if that helps."""
+    p, by_counts = chains[0], len(chains) == 1 and not in_c(chains[0].x)
+    if by_counts and len(p.bulk) == 1:
+        p = replace(p, bulk=p.bulk.expand(p.v - 1, *p.bulk.shape[1:]))
+    v, g, m, c = p.v, p.g, p.m, p.c
     forward, backward = chain_kernels(p.x)
-    states = messages_of(p, p.v)
-    kept, leaving = forward(p, keep=messages_of(p, p.v), leave=True)
-    again = kept.redone if c_loops and p.dtype == torch.float32 else torch.zeros_like(kept.redone)
-    backward(p, kept, (~again).double(), None, states, None)
-    passes = [(kept, leaving), *(forward(chain, leave=True) for chain in chains[1:])]
-    norms, redone = (torch.stack(each) for each in zip(*((one.log_norm, one.redone) for one, _ in passes), strict=True))
-    scales = [message.scale for _, message in passes]
-    infinite = torch.zeros_like(redone[0]) if len(chains) == 1 else _misses(*chains) | (norms[1] == -math.inf)
-    value, axis = torch.full_like(norms[0], math.nan), int(p.g == 1)
-    index = torch.arange(value.shape[axis], device=value.device)
-    if c_loops and not kept.redone.all():
-        value = _value(chains, scales, states, kept.redone, _linear(chains, kept.messages, states))
-    if c_loops:
-        index = ((kept.redone | ~value.isfinite()) & norms.isfinite().all(0) & ~infinite).any(1 - axis).nonzero()[:, 0]
-    if len(index):
-        parts = [_part(chain, index) for chain in chains]
-        if c_loops and p.dtype == torch.float32:
-            exact = values(parts)[0]
-        else:
-            messages, ended = _take(kept.messages, index), kept.redone.index_select(axis, index)
-            chosen = kept._replace(messages=messages, redone=ended)
-            exact = _by_pairs(
-                parts, [one.index_select(axis + 1, index) for one in scales], chosen, _take(states, index)
-            )
-        value.index_copy_(axis, index, exact)
+    states, counts = messages_of(p, v), p.bulk.new_empty(p.bulk.shape, dtype=p.dtype) if m == 1 else None
+    kept = forward(p, keep=messages_of(p, v))[0]
+    passes = [kept, *(forward(chain)[0] for chain in chains[1:])]
+    again = in_c(p.x) and (m > 1 or p.dtype == torch.float32)
+    weight = (~kept.redone if again else torch.ones_like(kept.redone)).double()
+    backward(replace(p, by_log=True), kept, weight, None, states, counts)
+    norms, redone = torch.stack([one.log_norm for one in passes]), torch.stack([one.redone for one in passes]).any(0)
+    infinite = torch.zeros_like(redone) if len(chains) == 1 else _misses(*chains) | (norms[1] == -math.inf)
+    if by_counts:
+        assert counts is not None
+        value = _conditional(counts.view(-1, g, m, c, c), states, p.ends)
+    else:
+        mean_of, steps = (
+            load("cpu.means").means if in_c(p.x) else means,
+            v - 1 if p.ends is None else p.ends[..., 0] - 1,
+        )
+        exact = kept.redone if in_c(p.x) or in_triton(p.x) else None
+        exact_weights = exact if p.log_params else None
+        # log-potentials first, because these correct posteriors
+        mean = mean_of([chain.x.reshape(v, g, m, c) for chain in chains], True, states, exact)
+        starts = [chain.p0.expand(*chain.lead, c).reshape(1, g, m, c) for chain in chains]
+        mean += mean_of(starts, p.log_params, states[:1], exact_weights)
+        if counts is None:
+            mean += _of_shared_matrix(chains, kept.messages, states)
+        elif v > 1:
+            flat = [chain.bulk.reshape(-1, g, 1, c * c) for chain in chains]
+            of_matrices = mean_of(flat, p.log_params, counts.view(-1, g, 1, c * c), exact_weights)
+            mean += of_matrices if len(p.bulk) > 1 else of_matrices * steps
+        value = norms[0] - mean if len(chains) == 1 else norms[1] - (norms[0] - mean)
+    wrong = (kept.redone | ~value.isfinite()) & norms.isfinite().all(0) & ~infinite
     value = value.masked_fill(infinite, math.inf).masked_fill(norms[-1].isnan(), math.nan)
     value = value.masked_fill(norms[0] == -math.inf, 0.0).masked_fill(norms[0].isnan(), math.nan)
-    return value, redone.any(0)
+    return value, redone, wrong
 
 
-def _part(chain: Chain, index: Tensor) -> Chain:
-    """Some members of the only set, or some sets, in float64."""
-    g, m, c = chain.g, chain.m, chain.c
-    bulk, x = chain.bulk.reshape(-1, g, c, c), chain.x.reshape(-1, g, m, c)
-    return replace(
-        chain,
-        x=_take(x, index),
-        bulk=bulk if g == 1 else bulk[:, index],
-        p0=_take(chain.p0.expand(*chain.lead, c).reshape(g, m, c), index),
-        ends=None if chain.ends is None else _take(chain.ends, index),
-        dtype=torch.float64,
-    )
+def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
+    """The entropy (g, m) from posteriors of pairs of states (v - 1, g, m, c, c) and of states (v, g, m, c)."""
+    last = states[-1] if ends is None else states.gather(0, (ends - 1).clamp(0).expand(1, *states.shape[1:]))[0]
+    entropy = -(last * last.double().log()).nansum(-1)
+    for before in pairs.double():
+        entropy -= (before * (before / before.sum(-2, keepdim=True)).log()).nansum((-2, -1))
+    return entropy
 
 
-def _at_ends(values: Tensor, ends: Tensor | None) -> Tensor:
-    """Values (g, m, c) of each sequence's last step."""
-    if ends is None:
-        return values[-1]
-    return values.gather(0, (ends - 1).clamp(0, len(values) - 1).expand(1, *values.shape[1:]))[0]
+def means(weights: Sequence[Tensor], log: bool, shares: Tensor, exact: Tensor | None = None) -> Tensor:
+    """The mean of each step's logarithms of weights (s, g, m, k), or those of two chains' quotients, added up (g, m).
 
-
-def _take(values: Tensor, index: Tensor) -> Tensor:
-    """The values (..., g, m, c) of some members of the only set, or of some sets."""
-    return values[..., index, :] if values.shape[-3] == 1 else values[..., index, :, :]
-
-
-def _value(chains: Sequence[Chain], scales: list[Tensor], states: Tensor, exact: Tensor, mean: Tensor) -> Tensor:
-    """The value (g, m) from log-partitions, posteriors (v, g, m, c) and the mean of transitions.
-
-    Log-partitions and the mean are sums and their errors (2, g, m). `exact`: sequences without raised emissions.
+    Shares (s, g, m, k) need not add up to 1. They are raised by loops where weights are tiny, and corrected in place,
+    unless `exact` (g, m); None: they are not.
     """
-    p, terms = chains[0], [-mean]
-    x = [chain.x.to(p.dtype).reshape(states.shape) for chain in chains]
-    signs = (1.0,) if len(chains) == 1 else (-1.0, 1.0)
-    for sign, chain, scale, one in zip(signs, chains, scales, x, strict=True):
-        logs, top = chain.relative_log_p0()
-        start = (logs * states[0]).masked_fill_(states[0] == 0, 0.0).sum(-1)
-        of_x = torch.zeros_like(mean)
-        if in_c(states):
-            means().add_potentials(one, x[0], states, exact, of_x)
-        else:
-            for steps in _blocks(0, len(one), one[0].numel(), _MESSAGES):
-                relative, tops = relative_logs(one[steps].double(), -1, log=True)
-                of_x += _sum(tops[..., 0], p, steps)
-                of_x[0] += _mean(relative, states[steps])
-        terms += [part * sign for part in (scale, -of_x, -top[..., 0][None], -start[None])]
-    return torch.stack(exact_sum(torch.cat(terms))).sum(0)
+    mean = torch.zeros(shares.shape[1:3], dtype=torch.float64, device=shares.device)
+    for steps in _blocks(len(shares), shares[0].numel()):
+        logs, *others = (one[steps].double() if log else one[steps].double().log() for one in weights)
+        if exact is not None:
+            shares[steps] *= (logs - _DEEPEST).clamp_(max=0.0).masked_fill_(exact[..., None], 0.0).exp_()
+        terms, total = logs - others[0] if others else logs, shares[steps].sum(-1, dtype=torch.float64)
+        # 0 times infinity is NaN
+        mean += ((terms * shares[steps]).nansum(-1) / total).masked_fill_(total == 0, 0.0).sum(0)
+    return mean
 
 
-def _blocks(first: int, stop: int, entries: int, most: int) -> Iterator[slice]:
+def _blocks(steps: int, entries: int) -> Iterator[slice]:
     """Ranges of steps with so many entries each that are computed together."""
-    count = max(1, most // max(1, entries))
-    return (slice(start, min(stop, start + count)) for start in range(first, stop, count))
+    count = max(1, _BLOCK // max(1, entries))
+    return (slice(start, min(steps, start + count)) for start in range(0, steps, count))
 
 
-def _mean(terms: Tensor, states: Tensor) -> Tensor:
-    """The sum (g, m) of terms (k, g, m, c) times posteriors: 0 where these are."""
-    return (terms * states).masked_fill(states == 0, 0.0).sum((0, -1), dtype=torch.float64)
-
-
-def _sum(tops: Tensor, chain: Chain, steps: slice) -> Tensor:
-    """The sum of float64 terms (k, g, m) of the steps that a sequence has, and its rounding error (2, g, m)."""
-    return torch.stack(
-        exact_sum(tops.clone() if chain.ended is None else tops.masked_fill(chain.ended[steps][..., 0], 0))
-    )
-
-
-def _linear(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor:
-    """The mean of logarithms of matrices and its rounding error (2, g, m), from messages of C loops.
-
-    NaN where a matrix has lost an entry that counts, but for those that lose it in C loops too, which flag them.
-    """
-    (v, g, m, c), p, factors = states.shape, chains[0], None
-    out = torch.zeros(2, g, m, dtype=torch.float64)
-    one_matrix, near = (all((len(chain.bulk) == 1) == one for chain in chains) for one in (True, False))
-    for steps in _blocks(1, v, g * c * (m if one_matrix else max(m, c)), _MESSAGES):
-        before = slice(steps.start - 1, steps.stop - 1)
-        if near and not p.log_params:
-            matrices = [chain.bulk[before].to(p.dtype).reshape(-1, g, c, c) for chain in chains]
-            factors = means().by_logs(matrices[0], matrices[1] if len(chains) > 1 else None)
-            near = factors is not None
-        if factors is None or not (one_matrix or near):
-            logs, terms, tops = _weights(chains, before)
-            matrix = logs.exp()
-            factors = torch.cat([matrix, matrix * terms], -1).to(p.dtype)
-            if one_matrix:
-                top = tops[0]
-                high = (top * (2**27 + 1)) - (top * (2**27 + 1) - top)  # half its digits, whose products are exact
-                count = v - 1 if p.ends is None else (p.ends - 1)[..., 0]
-                out += torch.stack([(high * count).expand(g, m), ((top - high) * count).expand(g, m)])
-            else:
-                out += _sum(tops.expand(steps.stop - steps.start, g, m), p, steps)
-        means().add_quotients(_times(messages[before], factors), states[steps], out)
-    return out
-
-
-def _times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Products (k, g, m, -1) of rows (k, g, m, c) and matrices (k or 1, g, c, -1)."""
-    k, g, m, c = rows.shape
-    if len(matrices) > 1:
-        return rows @ matrices
-    if g == 1:  # a third of the time of a stack of one product
-        return rows @ matrices[0, 0]
-    return (rows.movedim(1, 0).reshape(g, -1, c) @ matrices[0]).view(g, k, m, -1).movedim(0, 1)
-
-
-def _weights(chains: Sequence[Chain], before: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Of matrices that lead on from these steps: log P over the largest (s, g, c, c), L of the mean, and its largest.
-
-    In L 0 is in place of -inf. All are float64.
-    """
-    found: list[tuple[Tensor, Tensor]] = []
-    for chain in chains:
-        weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).reshape(-1, chain.g, chain.c, chain.c)
-        found.append(relative_logs(weights.double(), (-2, -1), log=chain.log_params))
-    logs = [one.masked_fill(one == -math.inf, 0.0) for one, _ in found]
-    terms = logs[0] if len(chains) == 1 else logs[1] - logs[0]
-    top = found[0][1] if len(chains) == 1 else found[1][1] - found[0][1]
-    return found[0][0], terms, top[..., 0]
-
-
-def _by_pairs(chains: Sequence[Chain], scales: list[Tensor], kept: Kept, states: Tensor) -> Tensor:
-    """The value (g, m) from kept messages as logarithms and posteriors (v, g, m, c)."""
-    (v, g, m, c), p, weights = states.shape, chains[0], None
-    one_matrix = all(len(chain.bulk) == 1 for chain in chains)
-    mean = torch.zeros(2, g, m, dtype=torch.float64, device=states.device)
-    sources, to = torch.arange(c, device=mean.device)[:, None].expand(c, c), torch.arange(c, device=mean.device)
-    for steps in _blocks(1, v, g * c**2 * (m if one_matrix else max(m, c)), _PAIRS):
-        before, k = slice(steps.start - 1, steps.stop - 1), steps.stop - steps.start
-        if weights is None or not one_matrix:
-            weights = _weights(chains, before)
-            if in_c(mean):  # elsewhere no value is read
-                possible = (weights[0] > -math.inf).flatten(0, 1).any(0)
-                sources = possible.to(torch.uint8).argsort(0, descending=True)[: int(possible.sum(0).amax())]
-        rows = kept.logs(before).index_select(-1, sources.flatten()).view(k, g, m, *sources.shape)
-        logs, ratios = (one[:, :, None][..., sources, to] for one in weights[:2])
-        chances = torch.log_softmax(rows + logs, -2)
-        shares, terms = chances.exp(), chances if len(chains) == 1 else ratios
-        mean[0] += _mean((shares * terms).masked_fill_(shares == 0, 0.0).sum(-2), states[steps])
-        if len(chains) > 1:
-            mean += _sum(weights[2].expand(k, g, m), p, steps)
-    if len(chains) > 1:
-        return _value(chains, scales, states, kept.redone, mean)
-    last, posterior = _at_ends(kept.logs(slice(None)), p.ends), _at_ends(states, p.ends)
-    return -mean[0] - (torch.log_softmax(last, -1) * posterior).masked_fill(posterior == 0, 0.0).sum(-1)
+def _of_shared_matrix(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor:
+    """The means (1, m) of a set's matrices by C loops, from linear messages and posteriors (v, 1, m, c)."""
+    (v, _, m, c), log, means = states.shape, chains[0].log_params, load("cpu.means").means
+    total, bulks = states.new_zeros(1, m, dtype=torch.float64), [chain.bulk.reshape(-1, 1, c, c) for chain in chains]
+    for steps in _blocks(v - 1, c * (m if len(bulks[0]) == 1 else max(m, c))):
+        if steps.start == 0 or len(bulks[0]) > 1:
+            some = [(one if len(one) == 1 else one[steps]).contiguous() for one in bulks]
+            matrix = some[0].exp() if log else some[0]
+            by_log, flat = torch.empty_like(matrix), [one.view(-1, 1, 1, c * c) for one in (*some, matrix)]
+            means(flat[:-1], log, flat[-1], None, by_log)
+            if len(matrix) == 1:  # a third of the time of a stack of products
+                matrix, by_log = matrix[0, 0], by_log[0, 0]
+        quotient = (messages[:-1][steps] @ by_log).div_(messages[:-1][steps] @ matrix)
+        total += means([quotient], True, states[1:][steps])
+    return total
 
 
 def _misses(p: Chain, q: Chain) -> Tensor:

@@ -110,21 +110,12 @@ def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weigh
     return finite_log(x, True), finite_log(bulk, log_params), finite_log(p0, log_params)
 
 
-def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weights]:
-    """Both chains with matrices and initial weights expanded to the same shapes; `steps`: along the steps too."""
-    lead = torch.broadcast_shapes(p[1].shape[:-3], q[1].shape[:-3])
-    each = max(p[1].shape[-3], q[1].shape[-3]) if min(p[1].shape[-3], q[1].shape[-3]) else 0
+def _alike(p: Weights, q: Weights) -> tuple[Weights, Weights]:
+    """Both chains with matrices and initial weights expanded to the same shapes."""
+    shape = torch.broadcast_shapes(p[1].shape[:-2], q[1].shape[:-2])
     starts = torch.broadcast_tensors(p[2], q[2])
-    bulks = [bulk.expand(*lead, each if steps else bulk.shape[-3], *bulk.shape[-2:]) for _, bulk, _ in (p, q)]
+    bulks = [bulk.expand(*shape, *bulk.shape[-2:]) for _, bulk, _ in (p, q)]
     return (p[0], bulks[0], starts[0]), (q[0], bulks[1], starts[1])
-
-
-def _forward_entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    return _values([(x, bulk, p0)], lengths, log_params)
-
-
-def _forward_divergence(*args: Any) -> Tensor:
-    return _values(_alike(args[:3], args[3:6], steps=False), *args[6:])
 
 
 def _values(chains: Sequence[Weights], lengths: Tensor | None, log_params: bool) -> Tensor:
@@ -143,9 +134,13 @@ def _shapes(x: Tensor, *_: Any) -> Tensor:
 
 
 _P, _Q = "Tensor x, Tensor bulk, Tensor p0", "Tensor other_x, Tensor other_bulk, Tensor other_p0"
-_entropy = operator(f"entropy({_P}, Tensor? lengths, bool log_params) -> Tensor", _forward_entropy, _shapes)
+_entropy = operator(
+    f"entropy({_P}, Tensor? lengths, bool log_params) -> Tensor", lambda *args: _values([args[:3]], *args[3:]), _shapes
+)
 _divergence = operator(
-    f"divergence({_P}, {_Q}, Tensor? lengths, bool log_params) -> Tensor", _forward_divergence, _shapes
+    f"divergence({_P}, {_Q}, Tensor? lengths, bool log_params) -> Tensor",
+    lambda *args: _values(_alike(args[:3], args[3:6]), *args[6:]),
+    _shapes,
 )
 transform("entropy", _Entropy)
 transform("divergence", _Divergence)
