@@ -46,9 +46,8 @@ def kl_divergence(
     |log Z| is.
 
     Cost: `5 v c^2` multiply-adds per sequence, `3 v` dependent steps, and two logarithms for each entry of `bulk`. If
-    `q` alone has weights of 0, forward and backward messages are computed too. Sequences of which some message of `p`
-    underflows are computed again in float64, and what that cannot hold is computed from logarithms of messages.
-    Memory: two tensors `[*B, v, c]`.
+    `q` alone has weights of 0, forward and backward messages are computed too. What underflows under `p` is computed
+    again in float64 on a CPU. Memory: as for `entropy`.
 
     Source: the chain rule of relative entropy. Definition: `logchain.reference.kl_divergence`.
 

@@ -26,6 +26,9 @@ from ..choice import load
 # entries that are computed together, and counts of transitions that are kept
 _BLOCK, _COUNTS = 2**18, 2**24
 
+# logarithms of entries on a path below which exponents in C are not exact
+_FAR = -(2.0**20)
+
 # Triton kernels raise no emissions but those further below the largest
 _DEEPEST = -960 * math.log(2)
 
@@ -33,18 +36,22 @@ _DEEPEST = -960 * math.log(2)
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
     p, c_loops = chains[0], in_c(chains[0].x)
-    size = (p.v - 1 if len(chains) == 1 and not c_loops else len(p.bulk)) * p.c**2
+    again, by_counts = c_loops and (p.m > 1 or p.dtype == torch.float32), not c_loops and len(chains) == 1
+    size = (len(p.bulk) if again or len(chains) > 1 else p.v - 1) * p.c**2
     most, together = max(1, _COUNTS // max(1, size)), c_loops and p.m > 1
     if p.g > (1 if p.m > 1 else most) or (p.m > 1 and not c_loops):  # by set, or a set for each sequence
         indices = torch.arange(p.g * p.m, device=p.x.device).split(p.m if together else most)
         found = [values(_part(chains, index, p.dtype, together)) for index in indices]
         value, redone = (torch.cat([one.view(-1) for one in each]).view(p.g, p.m) for each in zip(*found, strict=True))
         return value, redone
-    value, redone, wrong = _values([_relative(chain) for chain in chains])
-    if c_loops and (p.m > 1 or p.dtype == torch.float32) and wrong.any():
+    relative = [_relative(chain) for chain in chains]
+    value, redone, wrong = _values(relative, by_counts)
+    if again and wrong.any():
         index = wrong.view(-1).nonzero()[:, 0]
         part = _part(chains, index, torch.float64, together and p.dtype == torch.float32)
         value.view(-1)[index] = values(part)[0].view(-1)
+    elif c_loops and len(chains) == 1 and wrong.any():
+        value = torch.where(wrong, _values(relative, True)[0], value)
     return value, redone
 
 
@@ -78,9 +85,9 @@ def _relative(chain: Chain) -> Chain:
     return replace(chain, x=weights[0], bulk=weights[1], p0=weights[2])
 
 
-def _values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
+def _values(chains: Sequence[Chain], by_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The values (g, m), which sequences underflow, and which are to be computed again, if that helps."""
-    p, by_counts = chains[0], len(chains) == 1 and not in_c(chains[0].x)
+    p = chains[0]
     if by_counts and len(p.bulk) == 1:
         p = replace(p, bulk=p.bulk.expand(p.v - 1, *p.bulk.shape[1:]))
     v, g, m, c = p.v, p.g, p.m, p.c
@@ -97,10 +104,8 @@ def _values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
         assert counts is not None
         value = _conditional(counts.view(-1, g, m, c, c), states, p.ends)
     else:
-        mean_of, steps = (
-            load("cpu.means").means if in_c(p.x) else means,
-            v - 1 if p.ends is None else p.ends[..., 0] - 1,
-        )
+        mean_of = load("cpu.means").means if in_c(p.x) else means
+        steps = v - 1 if p.ends is None else p.ends[..., 0] - 1
         exact = kept.redone if in_c(p.x) or in_triton(p.x) else None
         exact_weights = exact if p.log_params else None
         # log-potentials first, because these correct posteriors
@@ -114,7 +119,8 @@ def _values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
             of_matrices = mean_of(flat, p.log_params, counts.view(-1, g, 1, c * c), exact_weights)
             mean += of_matrices if len(p.bulk) > 1 else of_matrices * steps
         value = norms[0] - mean if len(chains) == 1 else norms[1] - (norms[0] - mean)
-    wrong = (kept.redone | ~value.isfinite()) & norms.isfinite().all(0) & ~infinite
+    low = kept.redone | ~value.isfinite() if again else kept.redone & (norms[0] < _FAR)
+    wrong = low & norms.isfinite().all(0) & ~infinite
     value = value.masked_fill(infinite, math.inf).masked_fill(norms[-1].isnan(), math.nan)
     value = value.masked_fill(norms[0] == -math.inf, 0.0).masked_fill(norms[0].isnan(), math.nan)
     return value, redone, wrong
@@ -122,7 +128,11 @@ def _values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
     """The entropy (g, m) from posteriors of pairs of states (v - 1, g, m, c, c) and of states (v, g, m, c)."""
-    last = states[-1] if ends is None else states.gather(0, (ends - 1).clamp(0).expand(1, *states.shape[1:]))[0]
+    last = (
+        states[-1]
+        if ends is None
+        else states.gather(0, (ends - 1).clamp(0, len(states) - 1).expand(1, *states.shape[1:]))[0]
+    )
     entropy = -(last * last.double().log()).nansum(-1)
     for before in pairs.double():
         entropy -= (before * (before / before.sum(-2, keepdim=True)).log()).nansum((-2, -1))
@@ -185,7 +195,5 @@ def _misses(p: Chain, q: Chain) -> Tensor:
     message_kernels(p.x).messages(p, forward, backward)
     reached, continued = (each.reshape(v, g, m, c) > -math.inf for each in (forward, backward))
     missed = ((reached & continued & shut).any(0) | (reached[0] & continued[0] & closed_starts)).any(-1)
-    for step in range(1, v):
-        into = reached[step - 1].to(p.dtype) @ closed[min(step, len(closed)) - 1].to(p.dtype)
-        missed |= ((into > 0) & continued[step] & (x[step] > -math.inf)).any(-1)
-    return missed
+    into = reached[:-1].to(p.dtype) @ closed.to(p.dtype)
+    return missed | ((into > 0) & continued[1:] & (x[1:] > -math.inf)).any(-1).any(0)
