@@ -128,11 +128,10 @@ def _values(chains: Sequence[Chain], by_counts: bool) -> tuple[Tensor, Tensor, T
 
 def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
     """The entropy (g, m) from posteriors of pairs of states (v - 1, g, m, c, c) and of states (v, g, m, c)."""
-    last = (
-        states[-1]
-        if ends is None
-        else states.gather(0, (ends - 1).clamp(0, len(states) - 1).expand(1, *states.shape[1:]))[0]
-    )
+    if ends is None:
+        last = states[-1]
+    else:
+        last = states.gather(0, (ends - 1).clamp(0, len(states) - 1).expand(1, *states.shape[1:]))[0]
     entropy = -(last * last.double().log()).nansum(-1)
     for before in pairs.double():
         entropy -= (before * (before / before.sum(-2, keepdim=True)).log()).nansum((-2, -1))
