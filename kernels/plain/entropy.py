@@ -26,6 +26,9 @@ from ..choice import load
 # entries that are computed together, and counts of transitions that are kept
 _BLOCK, _COUNTS = 2**18, 2**24
 
+# sequences of a set that are computed together where there are others
+_MANY = 16
+
 # logarithms of entries on a path below which exponents in C are not exact
 _FAR = -(2.0**20)
 
@@ -38,7 +41,7 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     p, c_loops = chains[0], in_c(chains[0].x)
     again, by_counts = c_loops and (p.m > 1 or p.dtype == torch.float32), not c_loops and len(chains) == 1
     size = (len(p.bulk) if again or len(chains) > 1 else p.v - 1) * p.c**2
-    most, together = max(1, _COUNTS // max(1, size)), c_loops and p.m > 1
+    most, together = max(1, _COUNTS // max(1, size)), c_loops and p.m > 1 and (p.g == 1 or p.m >= _MANY)
     if p.g > (1 if p.m > 1 else most) or (p.m > 1 and not c_loops):  # by set, or a set for each sequence
         indices = torch.arange(p.g * p.m, device=p.x.device).split(p.m if together else most)
         found = [values(_part(chains, index, p.dtype, together)) for index in indices]
@@ -133,8 +136,9 @@ def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
     else:
         last = states.gather(0, (ends - 1).clamp(0, len(states) - 1).expand(1, *states.shape[1:]))[0]
     entropy = -(last * last.double().log()).nansum(-1)
-    for before in pairs.double():
-        entropy -= (before * (before / before.sum(-2, keepdim=True)).log()).nansum((-2, -1))
+    for steps in _blocks(len(pairs), pairs[0].numel() if len(pairs) else 1):
+        some = pairs[steps].double()
+        entropy -= (some * (some / some.sum(-2, keepdim=True)).log()).nansum((0, -2, -1))
     return entropy
 
 

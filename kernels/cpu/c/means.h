@@ -28,7 +28,7 @@ INLINE void put(real *to, reals a, int64_t left) {
 static double mean_of(const Means *a, int64_t step, int64_t q) {
     enum { ADDED = 64 * LANES }; /* entries that are added in `real` */
     const real *weights = a->weights + step * a->weights_step + q * a->weights_sequence,
-               *others = a->others + step * a->others_step + q * a->others_sequence;
+               *others = a->others ? a->others + step * a->others_step + q * a->others_sequence : weights;
     int64_t n = a->entries, row = (step * a->sequences + q) * n;
     double sum = 0, all = 0;
     for (int64_t start = 0; start < n; start += ADDED) {
