@@ -63,8 +63,8 @@ def _part(chains: Sequence[Chain], index: Tensor, dtype: torch.dtype, together: 
     parts, lead = [], (1, len(index)) if together else (len(index), 1)
     for chain in chains:
         m, c = chain.m, chain.c
-        x, bulk = chain.x.reshape(chain.v, -1, c)[:, index], chain.bulk.reshape(-1, chain.g, c, c)
-        bulk, p0 = bulk[:, index[: lead[0]] // m], chain.p0.expand(*chain.lead, c).reshape(-1, c)[index]
+        x, bulk = chain.x.reshape(chain.v, -1, c).index_select(1, index), chain.bulk.reshape(-1, chain.g, c, c)
+        bulk, p0 = bulk.index_select(1, index[: lead[0]] // m), chain.p0.expand(*chain.lead, c).reshape(-1, c)[index]
         ends = None if chain.ends is None else chain.ends.reshape(-1)[index].view(*lead, 1)
         x, bulk, p0 = x.to(dtype).view(-1, *lead, c), bulk.to(dtype), p0.to(dtype).view(*lead, c)
         parts.append(replace(chain, x=x, bulk=bulk, p0=p0, ends=ends, dtype=dtype))
