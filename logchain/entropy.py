@@ -44,14 +44,13 @@ def entropy(
     (how many nats a state that matters lies below the largest of its step), the error is about `2 v (c + 8 + 2 D) u` at
     most. An entropy of float64 operands keeps its digits however large |log Z| is, for no large numbers are subtracted.
 
-    Cost: `4 v c^2` multiply-adds per sequence, `2 v` dependent steps, half a dozen passes over `[*B, v, c]`, and a
-    logarithm for each entry of `bulk`. Sequences that underflow take an exponential and a logarithm in float64 for each
-    step and each nonzero entry of a matrix; all do on other devices than a CPU. Memory: two tensors `[*B, v, c]`. The
+    Cost: `4 v c^2` multiply-adds per sequence, or `3 v c^2` if no other has its matrices, `2 v` dependent steps, and a
+    logarithm for each entry of `bulk`. What underflows on a CPU is computed again in float64. Memory: two tensors
+    `[*B, v, c]`, and counts of transitions, as large as `bulk` but at most 2^24 at a time or those of one sequence. The
     gradient, a covariance, is computed in log space: about `9 v c^2` multiply-adds, each ten times as slow.
 
-    Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005):
-    the entropy of the last state, and for each step the mean entropy of a state given the next one, from forward
-    messages. Definition: `logchain.reference.entropy`.
+    Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005).
+    Definition: `logchain.reference.entropy`.
 
     >>> import torch
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins

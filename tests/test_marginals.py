@@ -63,9 +63,9 @@ def test_divergence_where_one_forbids_what_the_other_does():
 
 
 def test_divergence_rare_forbidden_path_infinite():
-    """A path of probability 2^-937 that the other chain forbids, and none where it forbids what has no probability."""
+    """A path of probability 2^-1154 that the other chain forbids, and none where it forbids what has no probability."""
     x, p0 = torch.zeros(3, 2, dtype=F64), torch.zeros(2, dtype=F64)
-    bulk = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [-650.0, -650.0]]], dtype=F64)
+    bulk = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [-800.0, -800.0]]], dtype=F64)
     closed = bulk.clone()
     closed[0, :, 1] = -INF
     assert logchain.kl_divergence((x, bulk, p0), (x, closed, p0), log_params=True) == INF
@@ -93,7 +93,9 @@ def test_entropy_and_divergence_in_blocks_equal_whole(sets, steps, scale, monkey
         arrays = [tuple(operand.numpy() for operand in chain) for chain in chains]
         expected = f(*(arrays[0] if len(arrays) == 1 else arrays), lengths=lengths.numpy())
         np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-10 * scale)
-    for size in ("_MESSAGES", "_PAIRS"):
+    with logchain.kernels.use("plain", "cpu"):
+        torch.testing.assert_close(found(), whole, rtol=1e-10, atol=1e-10 * scale)
+    for size in ("_BLOCK", "_COUNTS"):
         monkeypatch.setattr(f"logchain.kernels.plain.entropy.{size}", 1)
         torch.testing.assert_close(found(), whole, rtol=1e-12, atol=1e-12 * scale)
 
@@ -118,6 +120,23 @@ def test_small_entropies_and_divergences_of_large_partitions(dtype):
     if dtype == F64:  # the large parts cancel within each step
         exact = oracle.entropy(*(operand.numpy() for operand in (x, bulk.expand(1999, 4, 4), p0)))
         torch.testing.assert_close(expected[0].item(), exact, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("each", [False, True], ids=["one matrix", "each"])
+def test_entropy_and_divergence_far_potentials_equal_impossible(dtype, each):
+    """Loops raise emissions that are far below the others, and finite potentials may be as low as floats are."""
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, 3, 9, 5, generator=generator).to(dtype).unbind()
+    bulk, p0 = torch.rand(3, 8 if each else 1, 5, 5, generator=generator).to(dtype), torch.ones(5, dtype=dtype)
+    bulk[:, :, 1] = 0.0
+    low = torch.rand(3, 9, 5, generator=generator) < 0.3
+    expected = None
+    for value in (-INF, torch.finfo(dtype).min, -1e9, -800.0):
+        p, q = (one.masked_fill(low, value) for one in (x, other))
+        found = logchain.entropy(p, bulk, p0), logchain.kl_divergence((p, bulk, p0), (q, bulk.sqrt(), p0))
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=100 * unit(dtype), atol=0)
 
 
 def test_results_can_be_changed_in_place():

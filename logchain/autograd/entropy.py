@@ -71,7 +71,11 @@ class _Divergence(torch.autograd.Function):
         grad = torch.where(divergence.isinf(), 0.0, grad)
         p, q = _alike(tuple(operands[:3]), tuple(operands[3:]))
         nothing = None, None, None
-        of_p = _gradients_of_p(grad, p, q, lengths, ctx.log_params) if any(needs[:3]) else nothing
+        of_p = nothing
+        if any(needs[:3]):
+            logs = zip(*(_log_weights(*one, ctx.log_params) for one in (p, q)), strict=True)
+            ratios = [log - other for log, other in logs]
+            of_p = call(Covariances, grad, *p, lengths, *ratios, ctx.log_params, True)[1:]
         of_q = _gradients_of_q(grad, p, q, lengths, ctx.log_params) if any(needs[3:6]) else nothing
         gradients = (
             None if one is None else one.sum_to_size(operand.shape)
@@ -85,10 +89,6 @@ class _Divergence(torch.autograd.Function):
         *p, lengths = with_batch_first(info.batch_size, (*in_dims[:3], in_dims[6]), p[0], p[1], p[2], lengths)
         q = with_batch_first(info.batch_size, (*in_dims[3:6], None), other_x, other_bulk, other_p0, None)
         return call(_Divergence, *p, *q[:3], lengths, log_params), 0
-
-
-def _gradients_of_p(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
-    return call(Covariances, grad, *p, lengths, *_log_ratios(p, q, log_params), log_params, True)[1:]
 
 
 def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
@@ -110,29 +110,12 @@ def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weigh
     return finite_log(x, True), finite_log(bulk, log_params), finite_log(p0, log_params)
 
 
-def _log_ratios(p: Weights, q: Weights, log_params: bool) -> Weights:
-    """The logarithms of p's weights less those of q's."""
-    x, bulk, p0 = (
-        one - other for one, other in zip(_log_weights(*p, log_params), _log_weights(*q, log_params), strict=True)
-    )
-    return x, bulk, p0
-
-
-def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weights]:
-    """Both chains with matrices and initial weights expanded to the same shapes; `steps`: along the steps too."""
-    lead = torch.broadcast_shapes(p[1].shape[:-3], q[1].shape[:-3])
-    each = max(p[1].shape[-3], q[1].shape[-3]) if min(p[1].shape[-3], q[1].shape[-3]) else 0
+def _alike(p: Weights, q: Weights) -> tuple[Weights, Weights]:
+    """Both chains with matrices and initial weights expanded to the same shapes."""
+    shape = torch.broadcast_shapes(p[1].shape[:-2], q[1].shape[:-2])
     starts = torch.broadcast_tensors(p[2], q[2])
-    bulks = [bulk.expand(*lead, each if steps else bulk.shape[-3], *bulk.shape[-2:]) for _, bulk, _ in (p, q)]
+    bulks = [bulk.expand(*shape, *bulk.shape[-2:]) for _, bulk, _ in (p, q)]
     return (p[0], bulks[0], starts[0]), (q[0], bulks[1], starts[1])
-
-
-def _forward_entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    return _values([(x, bulk, p0)], lengths, log_params)
-
-
-def _forward_divergence(*args: Any) -> Tensor:
-    return _values(_alike(args[:3], args[3:6], steps=False), *args[6:])
 
 
 def _values(chains: Sequence[Weights], lengths: Tensor | None, log_params: bool) -> Tensor:
@@ -151,9 +134,13 @@ def _shapes(x: Tensor, *_: Any) -> Tensor:
 
 
 _P, _Q = "Tensor x, Tensor bulk, Tensor p0", "Tensor other_x, Tensor other_bulk, Tensor other_p0"
-_entropy = operator(f"entropy({_P}, Tensor? lengths, bool log_params) -> Tensor", _forward_entropy, _shapes)
+_entropy = operator(
+    f"entropy({_P}, Tensor? lengths, bool log_params) -> Tensor", lambda *args: _values([args[:3]], *args[3:]), _shapes
+)
 _divergence = operator(
-    f"divergence({_P}, {_Q}, Tensor? lengths, bool log_params) -> Tensor", _forward_divergence, _shapes
+    f"divergence({_P}, {_Q}, Tensor? lengths, bool log_params) -> Tensor",
+    lambda *args: _values(_alike(args[:3], args[3:6]), *args[6:]),
+    _shapes,
 )
 transform("entropy", _Entropy)
 transform("divergence", _Divergence)

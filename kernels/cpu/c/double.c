@@ -3,6 +3,7 @@
 #include "call.h"
 #include "fold.h"
 #include "matmul.h"
+#include "means.h"
 #include "sample.h"
 #include "stretch.h"
 #include "weigh.h"
