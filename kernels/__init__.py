@@ -15,7 +15,7 @@ from .choice import check_forward_choice as check_forward_choice
 from .choice import is_triton, load, on_device
 from .choice import on_cpu as on_cpu
 from .choice import use as use
-from .structured import Arcs, Factors, Structured
+from .structured import Arcs, Factors
 
 # the module for tensors on a GPU, on a CPU, and elsewhere
 _MODULES = {
@@ -164,11 +164,11 @@ def stack_kernels(tensor: Tensor) -> ModuleType:
     return _module("stack", tensor)
 
 
-def structured_kernels(chain: Structured) -> ModuleType | None:
+def structured_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
     """The module of `forward` and `backward` of factors, and in C of bands and arcs; None for all others."""
-    return _module("factors", chain.x) if isinstance(chain.pattern, Factors) else exact_kernels(chain)
+    return _module("factors", x) if isinstance(pattern, Factors) else exact_kernels(x, pattern)
 
 
-def exact_kernels(chain: Structured) -> ModuleType | None:
+def exact_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
     """The module of the exact scan of bands and arcs in C; None for others, and on other devices."""
-    return load("cpu.sparse") if in_c(chain.x) and type(chain.pattern) in (tuple, Arcs) else None
+    return load("cpu.sparse") if in_c(x) and type(pattern) in (tuple, Arcs) else None

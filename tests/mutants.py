@@ -44,7 +44,7 @@ MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
 FACTORS = "tests/kernels/test_factor_search.py"
 FAR = "tests/kernels/test_structures.py -k paths_far_below"
 STRUCTURES = "tests/kernels/test_structures.py -k 'arcs or bands or sizes'"
-BEST = "tests/kernels/test_structures.py -k 'lowest or known'"
+BEST = "tests/kernels/test_structure_paths.py -k 'lowest or known'"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -152,7 +152,7 @@ MUTANTS = [
            "tests/test_marginals.py -k masks"),
     Mutant("masks that do not matter are computed in float64", C + "exact_step.h", "s->level > -BITS ||",
            "s->level > -__builtin_inf() ||", "tests/kernels/test_structures.py -k masks"),
-    *(Mutant(name, C + "draws.h", old, new, "tests/kernels/test_structures.py -k draws") for name, old, new in (
+    *(Mutant(name, C + "draws.h", old, new, "tests/kernels/test_structure_paths.py -k draws") for name, old, new in (
         ("a draw forgets the message", "(Split){own.m * product.m", "(Split){0 * own.m + product.m"),
         ("a draw forgets the weight", "own.e + product.e", "own.e + 0 * product.e"),
         ("the last state is drawn by the first number", "a->weight[begin + step]", "a->weight[begin]"),
@@ -166,7 +166,7 @@ MUTANTS = [
     )),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
            "where(denormal, splat(0), a)", STRUCTURES),
-    *(Mutant(name, C + file, old, new, "tests/kernels/test_structures.py -k 'messages and level'")
+    *(Mutant(name, C + file, old, new, "tests/kernels/test_structure_paths.py -k messages")
       for name, file, old, new in (
         ("backward messages of structures hold their emissions", "exact.h",
          "write_whole_logs(w, s, s->sums, a->log_backward", "write_whole_logs(w, s, s->message, a->log_backward"),

@@ -1,7 +1,8 @@
 """Chains whose transitions are bands or arcs, as `kernels.plain` defines them, by the exact scan of the C library.
 
 Messages are numbers of a mantissa and an exponent, in which nothing underflows. Exponents are exact up to 2^24 in
-float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or not here.
+float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or by the scan of any
+structure: where float64 is not enough, functions here return None.
 """
 
 import ctypes
@@ -119,7 +120,9 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
     """
     call = _Call(replace(chain, dtype=torch.float64))
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    into, out = (torch.full(chain.x.shape, -math.inf, dtype=torch.float64, device="cpu") for _ in range(2))
+    into, out = (torch.empty(chain.x.shape, dtype=torch.float64, device="cpu") for _ in range(2))
+    for each in (into, out) if chain.ends is not None else ():
+        each.fill_(-math.inf)
     call.point(log_forward=into, log_norm=log_norm)
     inexact = call.run("exact_forward", call.spans())
     call.point(log_backward=out, log_norm=None)
@@ -129,12 +132,14 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
 def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
     """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B].
 
-    None: there are exponents that matter and are not exact in the dtype.
+    They are in float64 if float32 is not enough. None: there are exponents beyond 2^53 that matter.
     """
     call, log_norm = _Call(chain), torch.empty(chain.batch, dtype=torch.float64, device="cpu")
     states = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu")
     call.point(filtered=states, log_norm=log_norm)
-    return None if call.run("exact_forward", call.spans()) else (states, log_norm)
+    if call.run("exact_forward", call.spans()):
+        return None if chain.dtype == torch.float64 else filtered(replace(chain, dtype=torch.float64))
+    return states, log_norm
 
 
 def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
@@ -146,6 +151,9 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
     if walk is None:
         return None
     call, states = _Call(replace(chain, dtype=walk.kept[0].dtype)), torch.empty(numbers.shape, dtype=torch.int64)
+    if not isinstance(chain.pattern, Arcs):
+        offsets = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu")
+        call.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
     call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
     call.point(mantissas=walk.kept[0], exponents=walk.kept[1], log_norm=walk.log_norm.contiguous())
     call.point(weight=numbers.contiguous(), paths=states)
@@ -171,6 +179,7 @@ def _rounded(gradients: Gradients, dtype: torch.dtype) -> Gradients:
 def _in_float64(
     chain: Structured, walk: Walk | None, weight: Tensor, needs: tuple[bool, bool, bool]
 ) -> Gradients | None:
+    """The gradients of a chain in float32, computed in float64 from the `walk` there, or None."""
     wide = replace(chain, dtype=torch.float64)
     walk = walk or forward(wide, True)
     gradients = None if walk is None else backward(wide, walk, weight, needs)
@@ -213,8 +222,7 @@ class _Call(Pointing):
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(arranged.graph))
             self._work = self.n * chain.v * self.entries
         else:
-            offsets = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu")
-            self.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
+            self.point(pattern=torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"))
             self.set(kind=_BANDS, terms=len(chain.pattern), weights_outer=self.parameter.stride(-2))
             self._work = self.n * chain.v * chain.c * (len(chain.pattern) + 4) * _COST
 

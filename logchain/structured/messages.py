@@ -36,8 +36,8 @@ def filtered(operands: Operands) -> tuple[Tensor, Tensor] | None:
     found = None if differentiated(*operands.tensors) else operands.in_c("filtered")
     if found is None:
         return None
-    states, log_norm = found
-    return states, log_norm.to(operands.dtype)
+    states, log_norm = (each.to(operands.dtype) for each in found)
+    return states, log_norm
 
 
 def _backward(steps: Steps) -> Tensor:

@@ -57,21 +57,21 @@ class Operands(NamedTuple):
         nothing: Any = None
         return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
 
-    def chain(self, *, by_log: bool = False) -> Structured:
-        """The operands as the kernels take them; see `Structured.by_log`."""
+    def chain(self, *, by_log: bool = False, generic: bool = False) -> Structured:
+        """The operands as kernels take them, or if `generic` as of any structure; see `Structured.by_log`."""
         x, p0, *given = self.detached().tensors
-        parameters = self.transition.to_pattern(tuple(given))
+        parameters = tuple(given) if generic else self.transition.to_pattern(tuple(given))
+        pattern = None if generic else self.transition.pattern
         ends = None if self.lengths is None else self.lengths.contiguous()
-        return Structured(x, parameters, p0, self.transition.pattern, ends, self.log_params, self.dtype, by_log)
+        return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
         """What a function of the exact scan in C returns for bands and arcs on a CPU, if they have values; or None."""
-        chain = self.chain()
-        module = exact_kernels(chain) if has_values(self.x) else None
+        module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
         if module is None:
             return None
-        with arithmetic_on(chain.x):
-            return getattr(module, function)(chain, *arguments)
+        with arithmetic_on(self.x):
+            return getattr(module, function)(self.chain(), *arguments)
 
 
 def check_operands(
@@ -121,7 +121,7 @@ class Steps:
     """
 
     def __init__(self, operands: Operands) -> None:
-        self.operands, self.sets = operands, Sets.of(operands.chain())
+        self.operands, self.sets = operands, Sets.of(operands.chain(generic=True))
         self.v, c = operands.x.shape[-2:]
         self.shape = self.sets.g, self.sets.m, c
         self.ends = None if operands.lengths is None else self.sets.grouped(operands.lengths)[..., None]

@@ -87,10 +87,9 @@ def forward(operands: Operands, keep: bool) -> Walk:
 
 
 def _forward(operands: Operands, keep: bool) -> Walk:
-    chain = operands.chain()
-    module = kernels.structured_kernels(chain)
-    with kernels.arithmetic_on(chain.x):
-        walk: Walk | None = None if module is None else module.forward(chain, keep)
+    module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+    with kernels.arithmetic_on(operands.x):
+        walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
         return walk or any_walk.forward(operands, keep)
 
 
@@ -103,10 +102,11 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
 
 
 def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
-    chain = operands.chain(by_log=by_log)
-    module = kernels.structured_kernels(chain)
-    with kernels.arithmetic_on(chain.x):
-        gradients: Gradients | None = None if module is None else module.backward(chain, walk, weight, needs)
+    module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+    with kernels.arithmetic_on(operands.x):
+        gradients: Gradients | None = None
+        if module is not None:
+            gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
         if gradients is None:
             walk = walk if len(walk.kept) == 1 else any_walk.forward(operands, True)
             return any_walk.backward(operands, walk, weight, needs, by_log=by_log)

@@ -7,7 +7,6 @@ Each message is held less its largest entry, with the sum of what was subtracted
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.plain import structured as plain
 from ..kernels.plain.semiring import shifted, two_sum
-from ..kernels.structured import Gradients, Structured, Walk
+from ..kernels.structured import Gradients, Walk
 from ..transitions import LOG, Transition
 from .operands import Operands, Steps
 
@@ -78,20 +77,15 @@ def log_norm(steps: Steps) -> Tensor:
 
 def forward(operands: Operands, keep: bool) -> Walk:
     """The log-partitions, and the messages that `backward` reads if they are to be kept."""
-    return plain.forward(_chain(operands), _passing(operands.transition), keep)
+    return plain.forward(operands.chain(generic=True), _passing(operands.transition), keep)
 
 
 def backward(
     operands: Operands, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool], *, by_log: bool = False
 ) -> Gradients:
     """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
-    return plain.backward(_chain(operands, by_log), _passing(operands.transition), walk, weight, needs)
-
-
-def _chain(operands: Operands, by_log: bool = False) -> Structured:
-    """The operands as kernels take them, with parameters as the structure has them."""
-    parameters = operands.detached().transition.parameters
-    return replace(operands.chain(by_log=by_log), parameters=parameters, pattern=None)
+    chain = operands.chain(by_log=by_log, generic=True)
+    return plain.backward(chain, _passing(operands.transition), walk, weight, needs)
 
 
 def _passing(transition: Transition) -> plain.Passing:

@@ -39,6 +39,11 @@ def random_arcs(c: int, density: float = 0.4) -> Kind:
     return arcs(c, [(int(i), int(j)) for i, j in there.nonzero()])
 
 
+def hub(count: int) -> list[tuple[int, int]]:
+    """Arcs between state 0 and so many others, and two that lie apart."""
+    return sorted({(0, j) for j in range(count)} | {(j, 0) for j in range(count)} | {(5, 5), (5, 6)})
+
+
 def bands(c: int, *offsets: int) -> Kind:
     return Kind(c, [(len(offsets), c)], offsets)
 

@@ -19,7 +19,8 @@ static int64_t drawn_from(int64_t width, Row weights, double number) {
     return drawn;
 }
 
-/* The weights S P of what leads into a state as a row, and from where, in rising order; returns the width. */
+/* The weights S P of what leads into a state as a row, and from where, in rising order; returns the width. The pattern
+   of bands is (2, bands): offsets, and bands by falling offsets. */
 static int64_t read_sources(const Exact *a, const operand *weights, Row message, int64_t state, Row to, int32_t *from) {
     const Graph *graph = a->pattern;
     const int64_t *offsets = a->pattern;

@@ -33,7 +33,7 @@ typedef struct {
     int64_t kind, steps, states, terms, first, last; /* a thread computes places from `first` to before `last` */
     int64_t one_matrix, logarithms, by_log;          /* one for all steps; weights and p0 are; gradients are of */
     const Place *places;                             /* (n): those that share weights are neighbors */
-    const void *pattern;                             /* int64 (2, bands): offsets, and bands by falling ones; or Graph */
+    const void *pattern;                             /* bands: offsets, int64 (bands), see draws.h; arcs: Graph */
     const operand *x;                                /* (v, c) of each sequence */
     int64_t x_step;
     const operand *weights;                          /* (v - 1 or 1) of (bands, c), (1, arcs) or (from, to) */
