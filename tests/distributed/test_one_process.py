@@ -157,7 +157,7 @@ def tolerance(case, name, dtype):
             largest = case.x.double().abs().nan_to_num(posinf=0.0).sum(-2).max() if case.x.numel() else 0.0
             return 2 * eps, bound + 4 * torch.finfo(F64).eps * float(largest)
         case "entropy":  # a difference of two numbers of the size of the log-partition
-            return (1e-11, 1e-8) if dtype == F64 else (eps, 1e-5)  # float32 results may round to neighbors
+            return (1e-11, 1e-8) if dtype == F64 else (0, 1e-5)
         case "states":
             return 0, 0
         case "change of x" | "change of bulk" | "change of p0":  # each is a count, over a weight, less another
@@ -280,7 +280,10 @@ def test_long_chains_equal_one_process(teams, start, stop, function):
     ending = cases[0]._replace(lengths=torch.tensor([LONG[0], LONG[0] + 1]))
     impossible = stuck("identity", 1, 1)._replace(lengths=torch.full((2,), LONG[0] + 5))
     impossible.x[:, LONG[0] + 2] = -INF  # early in the second part, where sequences end
-    assert_same(teams(3), function, [*cases, ending, stuck("sticky", start, stop, torch.float32), impossible])
+    narrow = stuck("sticky", start, stop, torch.float32)
+    if function == "entropy":
+        narrow.x.mul_(8)  # float32 holds the entropies of a sharp chain to 1e-5
+    assert_same(teams(3), function, [*cases, ending, narrow, impossible])
 
 
 def refused(rank, case, function):
