@@ -45,17 +45,19 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     if p.g > (1 if p.m > 1 else most) or (p.m > 1 and not c_loops):  # by set, or a set for each sequence
         indices = torch.arange(p.g * p.m, device=p.x.device).split(p.m if together else most)
         found = [values(_part(chains, index, p.dtype, together)) for index in indices]
-        value, redone = (torch.cat([one.view(-1) for one in each]).view(p.g, p.m) for each in zip(*found, strict=True))
-        return value, redone
+        value, underflows = (
+            torch.cat([one.view(-1) for one in each]).view(p.g, p.m) for each in zip(*found, strict=True)
+        )
+        return value, underflows
     relative = [_relative(chain) for chain in chains]
-    value, redone, wrong = _values(relative, by_counts)
-    if again and wrong.any():
-        index = wrong.view(-1).nonzero()[:, 0]
+    value, underflows, inexact = _values(relative, by_counts)
+    if again and inexact.any():
+        index = inexact.view(-1).nonzero()[:, 0]
         part = _part(chains, index, torch.float64, together and p.dtype == torch.float32)
         value.view(-1)[index] = values(part)[0].view(-1)
-    elif c_loops and len(chains) == 1 and wrong.any():
-        value = torch.where(wrong, _values(relative, True)[0], value)
-    return value, redone
+    elif c_loops and len(chains) == 1 and inexact.any():
+        value = torch.where(inexact, _values(relative, True)[0], value)
+    return value, underflows
 
 
 def _part(chains: Sequence[Chain], index: Tensor, dtype: torch.dtype, together: bool) -> list[Chain]:
@@ -101,8 +103,11 @@ def _values(chains: Sequence[Chain], by_counts: bool) -> tuple[Tensor, Tensor, T
     again = in_c(p.x) and (m > 1 or p.dtype == torch.float32)
     weight = (~kept.redone if again else torch.ones_like(kept.redone)).double()
     backward(replace(p, by_log=True), kept, weight, None, states, counts)
-    norms, redone = torch.stack([one.log_norm for one in passes]), torch.stack([one.redone for one in passes]).any(0)
-    infinite = torch.zeros_like(redone) if len(chains) == 1 else _misses(*chains) | (norms[1] == -math.inf)
+    norms, underflows = (
+        torch.stack([one.log_norm for one in passes]),
+        torch.stack([one.redone for one in passes]).any(0),
+    )
+    infinite = torch.zeros_like(underflows) if len(chains) == 1 else _misses(*chains) | (norms[1] == -math.inf)
     if by_counts:
         assert counts is not None
         value = _conditional(counts.view(-1, g, m, c, c), states, p.ends)
@@ -123,10 +128,10 @@ def _values(chains: Sequence[Chain], by_counts: bool) -> tuple[Tensor, Tensor, T
             mean += of_matrices if len(p.bulk) > 1 else of_matrices * steps
         value = norms[0] - mean if len(chains) == 1 else norms[1] - (norms[0] - mean)
     low = kept.redone | ~value.isfinite() if again else kept.redone & (norms[0] < _FAR)
-    wrong = low & norms.isfinite().all(0) & ~infinite
+    inexact = low & norms.isfinite().all(0) & ~infinite
     value = value.masked_fill(infinite, math.inf).masked_fill(norms[-1].isnan(), math.nan)
     value = value.masked_fill(norms[0] == -math.inf, 0.0).masked_fill(norms[0].isnan(), math.nan)
-    return value, redone, wrong
+    return value, underflows, inexact
 
 
 def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
