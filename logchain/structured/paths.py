@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
 from ..kernels.plain.semiring import log_weights
-from ..transitions import LOG, Transition
+from ..transitions import LINEAR, LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
 from .walk import Message, messages
@@ -31,8 +31,12 @@ def log_weight(operands: Operands, states: Tensor) -> Tensor:
     inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
     lost, states = inside & (states < 0), torch.where(inside & (states >= 0), states, 0)
     start = log_weights(look_up(p0.unsqueeze(-2), states[..., :1]), log_params, torch.float64)
-    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
-    moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
+    if len(transition.parameters) == 1:  # only those on the paths are converted
+        weights = transition.entries(states[..., :-1], states[..., 1:], LOG if log_params else LINEAR)
+        moved = log_weights(weights, log_params, torch.float64)
+    else:  # products may underflow
+        logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+        moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
     # parameters of steps after a sequence's end may hold NaN
     weights = torch.where(inside, torch.cat([start, moved.expand(*states.shape[:-1], -1)], -1), 0.0)
     potentials = torch.where(inside, look_up(x, states).double(), 0.0)
