@@ -38,6 +38,14 @@ def with_gradients(function):
     return lambda x, *others: function(x.requires_grad_(), *others)
 
 
+def negative(operand, place):
+    def call(*operands):
+        operands[operand][place] = -2.0
+        product(*operands)
+
+    return call
+
+
 def second_derivative(function, x, *others):
     (gradient,) = torch.autograd.grad(function(x.requires_grad_(), *others).sum(), x, create_graph=True)
     gradient.sum().backward()
@@ -51,15 +59,16 @@ NO_GRADIENTS = "expected no gradients, as it has no derivative; use torch.no_gra
 ERRORS = [
     (TypeError, "rank 1: x: expected a torch.Tensor, got list", lambda x, *others: product([1.0], *others)),
     (TypeError, "rank 1: x: expected a tensor of this rank alone, got a DTensor", of_a_mesh),
+    (ValueError, "rank 1: x: expected at least 2 axes", lambda x, *others: product(x[0, 0], *others)),
     (ValueError, "rank 1: x: expected shape [2, v, 3] of torch.float32", lambda x, *o: product(x.double(), *o)),
     (NotImplementedError, "rank 1: logchain.distributed: expected no transform of", OF_SEQUENCES),
     (ValueError, "rank 1: gradients: expected False, as on", with_gradients(product)),
     (ValueError, "rank 1: bulk: expected shape", lambda x, bulk, p0: product(x, bulk[..., :2], p0)),
     (ValueError, "rank 1: bulk: expected axes [] before its", lambda x, bulk, p0: product(x, bulk[None], p0)),
-    (ValueError, "rank 1: bulk: expected non-negative weights", lambda x, bulk, p0: product(x, bulk - 2, p0)),
+    (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative(1, (0, 1, 0))),
     (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", *[partial(product, one_matrix=False)] * 2),
     (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", lambda x, b, p0: product(x, b.expand(2, 3, 3), p0)),
-    (ValueError, "rank 1: p0: expected non-negative weights", lambda x, bulk, p0: product(x, bulk, p0 - 2)),
+    (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", negative(2, 1)),
     (TypeError, "rank 1: log_params: expected True or False, got 1", partial(product, log_params=1)),
     (ValueError, "rank 1: log_params: expected False, as on rank 0, got True", partial(product, log_params=True)),
     (ValueError, "rank 1: lengths: expected [", partial(product, lengths=LENGTHS.flip(0))),

@@ -229,8 +229,10 @@ def in_torch(rank, *args):
 def in_unlike_processes(rank, *args):
     """The ranks differ in what has no meaning: their calls before, their threads and their default devices."""
     *alone, together = [dist.new_group(members) for members in ([0], [1], [2], [0, 1, 2])]
+    operands = chain((5,), 3)[:3]
     for _ in range(rank):
-        distributed.product(*chain((5,), 3)[:3], group=alone[rank])
+        value = distributed.product(*operands, group=alone[rank])
+        torch.testing.assert_close(value, logchain.product(*operands))
     torch.set_num_threads(1 + rank)
     torch.set_default_device("meta" if rank == 1 else None)
     try:
