@@ -104,6 +104,8 @@ static void fill_gradients(Scan *w, Sequence *s, real *counts) {
         if (a->grad_x && kind_of(a) != DENSE) out = a->grad_x + row_at(a, s->place, step) * c;
         for (int64_t j = 0; j < c && out; j++) out[j] = (operand)(step < steps ? none : 0);
     }
+    double *leaving = kind_of(a) == DENSE && a->dense->entering && s->idle ? a->dense->leaving : 0;
+    for (int64_t j = 0; j < c && leaving; j++) leaving[s->place->index * c + j] = (double)none;
     for (int64_t j = 0; j < c && a->grad_p0; j++) a->grad_p0[s->place->index * c + j] = (double)none;
     for (int64_t step = 1; step < steps && none != none && counts; step++) {
         read_matrix(a, &w->matrix, s->place, step);

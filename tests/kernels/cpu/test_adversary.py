@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,11 @@ import torch
 
 import logchain
 from logchain import reference
+from logchain.kernels import messages_of
+from logchain.kernels.cpu.backward import backward
+from logchain.kernels.cpu.forward import forward
+from logchain.kernels.message import Message
+from logchain.operands import chain_of
 from tests.backends import on
 from tests.families import Chain
 from tests.kernels.cpu.adversary import Drawn, Search, draw, judge, search
@@ -206,3 +212,18 @@ def test_no_loop_reads_past_an_operand(tmp_path):
     )
     assert died.returncode < 0
     assert done.returncode == 0, done.stderr
+
+
+@BOTH
+def test_an_unknown_sequence_sends_nan_backward(dtype, monkeypatch):
+    """Whatever was in memory before: to what enters, where a sequence with NaN is computed again."""
+    x, bulk, p0 = torch.zeros(2, 3, 4, dtype=dtype), torch.full((1, 4, 4), 0.5, dtype=dtype), torch.ones(4, dtype=dtype)
+    x[1, 2] = torch.nan
+    _, stretch = chain_of(x, bulk, p0, None, False)
+    stretch = replace(stretch, x=stretch.x[1:])
+    entering = Message(torch.zeros(1, 2, 4, dtype=F64), torch.zeros(2, 1, 2, dtype=F64))
+    kept, _ = forward(stretch, entering, keep=messages_of(stretch, 3), leave=True)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    for redone in (kept.redone, torch.ones_like(kept.redone)):
+        sent = backward(stretch, kept._replace(redone=redone), torch.ones(1, 2, dtype=F64), None, None, None)
+        assert sent[0, 0].isfinite().all() and sent[0, 1].isnan().all()
