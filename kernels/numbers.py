@@ -100,3 +100,32 @@ def exact_sum(terms: Tensor) -> tuple[Tensor, Tensor]:
             terms[half] = terms[count - 1]
         count -= half
     return terms[0], lost.masked_fill_(~terms[0].isfinite(), 0.0)
+
+
+def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
+    """The message less its largest entry, and that entry in float64 (..., 1), 0 in place of -inf."""
+    top = message.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    return message - top, top.double()
+
+
+def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor:
+    """The logarithms of weights, which are logarithms already with `log_params`, in `dtype`; gradient 0 at weight 0."""
+    weights = weights.to(dtype)
+    if log_params or not weights.requires_grad:
+        return weights if log_params else weights.log()
+    zero = weights == 0
+    return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -math.inf)
+
+
+def probabilities(message: Tensor) -> Tensor:
+    """The probabilities of states (..., c) with log-weights `message`, exactly 0 if all are -inf."""
+    dead = (message == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+
+
+def two_sum(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+    """A running sum with one more term, and the sum of its rounding errors (D. E. Knuth's two-sum)."""
+    after = total + term
+    part = after - total
+    return after, lost + ((total - (after - part)) + (term - part))

@@ -1,4 +1,4 @@
-"""The sequences of a `Structured` as g sets of m, where those of a set share all parameters.
+"""The sequences of a batch as g sets of m, where those of a set share all parameters.
 
 Batch axes along which some parameter has its own values come first, then the others; (g, m) are the two groups.
 """
@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
-
-from .structured import Structured
 
 
 class Sets(NamedTuple):
@@ -26,11 +24,11 @@ class Sets(NamedTuple):
     shared: tuple[int, ...]
 
     @classmethod
-    def of(cls, chain: Structured) -> "Sets":
-        """The sets of a chain."""
-        axes = range(len(chain.batch))
-        own = tuple(axis for axis in axes if any(one.shape[axis] != 1 for one in chain.parameters))
-        return cls(tuple(chain.batch), own, tuple(axis for axis in axes if axis not in own))
+    def of(cls, batch: Sequence[int], parameters: Sequence[Tensor]) -> "Sets":
+        """The sets of a batch *B, of parameters [*B or ones, ...]."""
+        axes = range(len(batch))
+        own = tuple(axis for axis in axes if any(one.shape[axis] != 1 for one in parameters))
+        return cls(tuple(batch), own, tuple(axis for axis in axes if axis not in own))
 
     @property
     def g(self) -> int:

@@ -1,60 +1,28 @@
 """Semirings of log-weights, and the total weight of a chain's paths in any of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_question
-from .autograd import semiring as semiring_chain
+from .arguments import Lengths, check_lengths, check_question
+from .autograd.operator import checked_values
+from .autograd.scan import Steps
+from .autograd.scan import total as total_of_steps
 from .autograd.viterbi import best_weight
-from .kernels.plain.semiring import maximum
-from .operands import arithmetic_dtype
+from .operands import arithmetic_dtype, on_gpu
 from .product import product
 from .schedules.packed import Packed
+from .structured import answers
+from .structured.question import Question
+from .transitions import Transition
+from .transitions.dense import Dense
+from .transitions.semiring import LINEAR, LOG, MAX, Semiring
+from .viterbi import viterbi
 
-__all__ = ["LOG", "MAX", "Semiring", "total"]
-
-
-@dataclass(frozen=True)
-class Semiring:
-    r"""A semiring of log-weights, given by its addition; multiplication is the sum `a + b`, and zero is -inf.
-
-    The addition must be associative and commutative, and adding a constant to all terms must add it to their sum:
-    `sum(a + s) = sum(a) + s`.
-
-    Args:
-        name: a name for the user.
-        sum: `sum(terms, dim)` adds a floating tensor along one axis. It is never called with terms that are all -inf,
-            whose sum is -inf with gradient 0. Gradients are those of torch's autograd through it.
-
-    Ready made are `LOG`, log-sum-exp over all paths, and `MAX`, the weight of the best path (the gradient is that of
-    one of the best).
-
-    Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).
-
-    >>> MAX.sum(torch.tensor([0.0, 3.0, 1.0]), 0)
-    tensor(3.)
-
-    A semiring of one's own, between the two: a soft maximum with temperature 1/4 (temperature 0 would be `MAX`).
-
-    >>> SOFT = Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4.0 * terms, dim) / 4.0)
-    >>> SOFT.sum(torch.tensor([0.0, 3.0, 3.0]), 0)
-    tensor(3.1733)
-    """
-
-    name: str
-    sum: Callable[[Tensor, int], Tensor]
-
-
-LOG = Semiring("log", torch.logsumexp)
-MAX = Semiring("max", maximum)
+__all__ = ["LINEAR", "LOG", "MAX", "Semiring", "total"]
 
 
 def total(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     semiring: Semiring,
     *,
@@ -66,7 +34,7 @@ def total(
 
     Args:
         x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`, or a structure of them.
         p0: initial weights `[*B or ones, c]`.
         semiring: `MAX` for the weight of the best path (that of `logchain.viterbi`), `LOG` for the log-partition (that
             of `logchain.product`), or one of your own.
@@ -87,6 +55,7 @@ def total(
 
     Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).
 
+    >>> import torch
     >>> x = torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]])  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
     >>> total(x, bulk, torch.tensor([0.5, 0.5]), MAX)
@@ -96,6 +65,10 @@ def total(
         raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
     if semiring is LOG:
         return product(x, bulk, p0, log_params=log_params, lengths=lengths, cu_seqlens=cu_seqlens)
+    if isinstance(bulk, Transition):
+        if semiring is MAX:
+            return viterbi(x, bulk, p0, log_params=log_params, lengths=lengths, cu_seqlens=cu_seqlens).score
+        return answers.total(Question(x, bulk, p0, log_params, lengths, cu_seqlens, "total"), semiring)
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         return packed.by_sequence(
@@ -105,5 +78,14 @@ def total(
     if semiring is MAX:
         weight = best_weight(x, bulk, p0, ends, log_params)[1]
     else:
-        weight = semiring_chain.total(x, bulk, p0, ends, log_params, semiring.sum)
+        ends = None if ends is None else _checked_lengths(ends, x.shape[-2])
+        weight = total_of_steps(Steps(x, Dense(bulk), p0, ends, log_params), semiring)
     return weight.to(arithmetic_dtype(x, bulk, p0))
+
+
+def _check_lengths(lengths: Tensor, v: int) -> None:
+    if not on_gpu(lengths):
+        check_lengths(lengths, v)
+
+
+_checked_lengths = checked_values("checked_lengths", _check_lengths)

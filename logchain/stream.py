@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_tensor
-from .kernels.plain.semiring import log_weights
+from .kernels.numbers import log_weights
 from .operands import arithmetic_dtype, differentiated, is_plain
 from .rescues import report_chains
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used

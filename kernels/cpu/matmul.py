@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from ..plain import matmul as plain
-from ..plain.matmul import second, tangent
 from ..plain.matmul_pieces import Groups
 from .arguments import copies, fields, run_each, shared
-
-__all__ = ["backward", "forward", "second", "tangent"]
 
 # the longest inner axis, and the longest of rows or columns, up to which these loops are faster than torch's products
 _MOST = 512

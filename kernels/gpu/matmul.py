@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..plain.matmul import second, tangent
 from . import log_matmul
-
-__all__ = ["backward", "forward", "second", "tangent"]
 
 
 def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

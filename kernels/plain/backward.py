@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
+from ..numbers import shifted
 from . import matmul as log_matmul
-from .forward import potentials, shifted, transitions
+from .forward import potentials, transitions
 
 
 def backward(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept, Message, encoded, leaving_message, normalised
-from ..numbers import FLUSH, exact_sum, relative_logs
+from ..numbers import FLUSH, exact_sum, relative_logs, shifted
 from . import matmul as log_matmul
 
 
@@ -91,8 +91,3 @@ def transitions(chain: Chain, step: int, entered: int) -> tuple[Tensor, Tensor]:
     if chain.ended is not None:  # matrices that no sequence of a set uses may hold NaN
         weights = weights.masked_fill(chain.ended[step].all(1)[:, None], chain.zero)
     return relative_logs(weights, (-2, -1), log=chain.log_params)
-
-
-def shifted(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms (..., c) less their largest, and the largest (..., 1); 0 in place of a largest of -inf."""
-    return relative_logs(logs, -1, log=True)

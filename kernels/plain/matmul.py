@@ -62,50 +62,27 @@ def backward(
     return grad_a, grad_b
 
 
-def tangent(a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> Tensor:
-    """The derivative of c along tangents of `a` and `b`: `sum p_k (along_a_ik + along_b_kj)`, and 0 where c is -inf.
-
-    p_k = exp(a_ik + b_kj - c_ij) is the share of term k in entry (i, j).
-    """
-    groups = Groups.of(a, b)
-    out = a.new_empty(groups.shape)
-    into, along_a, along_b = groups.joint(out), groups.left(along_a), groups.right(along_b)
-    for piece in pieces(groups, a, b, torch.float32):
-        piece.put_joint(_mean(piece, piece.left(along_a), piece.right(along_b)), into)
-    return out
-
-
-def second(
-    weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor, along_weight: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `sum(grad_a * along_a) + sum(grad_b * along_b)` with respect to the weight, `a` and `b`.
 
-    The first is the mean that `tangent` returns. The other two sum `weight p_k (u_k - mean)` with u_k = along_a_ik +
-    along_b_kj and p_k as in `tangent`; with a tangent of the weight, `along_weight p_k` is added to each term.
+    With p_k = exp(a_ik + b_kj - c_ij), the share of term k in entry (i, j), and u_k = along_a_ik + along_b_kj, the
+    first is the mean `sum p_k u_k`, and 0 where c is -inf; the other two sum `weight p_k (u_k - mean)`.
     """
     groups = Groups.of(a, b)
     out, grad_a, grad_b = a.new_empty(groups.shape), torch.empty_like(a), torch.empty_like(b)
     into, into_a, into_b = groups.joint(out), groups.left(grad_a), groups.right(grad_b)
     weights, alongs_a, alongs_b = groups.joint(weight), groups.left(along_a), groups.right(along_b)
-    along_weights = None if along_weight is None else groups.joint(along_weight)
     for piece in pieces(groups, a, b, torch.float32):
         weight, along_a, along_b = piece.joint(weights), piece.left(alongs_a), piece.right(alongs_b)
-        along_weight = None if along_weights is None else piece.joint(along_weights)
         mean = _mean(piece, along_a, along_b)
         g, ea, eb = piece.divide(weight), piece.ea, piece.eb
-        ua, ub = ea * along_a, eb * along_b
-        h = g * mean
-        if along_weight is not None:
-            h.sub_(piece.divide(along_weight))
+        ua, ub, h = ea * along_a, eb * along_b, g * mean
         part_a = torch.bmm(g, ub.mT).sub_(torch.bmm(h, eb.mT)).mul_(ea).add_(torch.bmm(g, eb.mT).mul_(ua))
         part_b = torch.bmm(ua.mT, g).sub_(torch.bmm(ea.mT, h)).mul_(eb).add_(torch.bmm(ea.mT, g).mul_(ub))
         for z, i, j in piece.rescues:
             shares = torch.softmax(pairs(piece, z, i, j), -1)
             u = (along_a[z, i] + along_b[z, :, j]).double().sub_(mean[z, i, j, None])
-            terms = u.mul_(weight[z, i, j, None])
-            if along_weight is not None:
-                terms += along_weight[z, i, j, None]
-            _scatter(shares.mul_(terms), part_a, part_b, z, i, j)
+            _scatter(shares.mul_(u.mul_(weight[z, i, j, None])), part_a, part_b, z, i, j)
         piece.put_joint(mean, into)
         piece.put_left(part_a, into_a)
         piece.put_right(part_b, into_b)
@@ -113,7 +90,7 @@ def second(
 
 
 def _mean(piece: Piece, along_a: Tensor, along_b: Tensor) -> Tensor:
-    """The result of `tangent` for one piece (g, m, n)."""
+    """The means `sum p_k u_k` of `second` for one piece (g, m, n)."""
     mean = piece.divide(torch.bmm(piece.ea * along_a, piece.eb).add_(torch.bmm(piece.ea, piece.eb * along_b)))
     for z, i, j in piece.rescues:
         shares = torch.softmax(pairs(piece, z, i, j), -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
-from .semiring import log_weights
+from ..numbers import log_weights
 from .viterbi import without_states
 
 # weights (draws, g, m, c) of a step that are computed at a time

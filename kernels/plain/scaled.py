@@ -43,7 +43,8 @@ class Scan:
     weight: Tensor
 
     def __init__(self, chain: Structured, chain_links: tuple[Link, ...]) -> None:
-        self.chain, self.links, self.sets, device = chain, chain_links, Sets.of(chain), chain.x.device
+        self.chain, self.links, device = chain, chain_links, chain.x.device
+        self.sets = Sets.of(chain.batch, chain.parameters)
         self.prepared, self.n = PreparedFactors(chain, self.sets), self.sets.g * self.sets.m
         order = self.sets.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
         ends = torch.full_like(order, chain.v) if chain.ends is None else chain.ends.reshape(-1)[order]

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import on_gpu
-from ..numbers import exact_sum, relative_logs
+from ..numbers import exact_sum, relative_logs, shifted
 from ..sets import Sets
 from ..structured import Gradients, Structured, Walk, gradient_of_p0
-from .forward import shifted
 
 
 class Passing(NamedTuple):
@@ -36,7 +35,7 @@ class Passing(NamedTuple):
 
 def forward(chain: Structured, passing: Passing, keep: bool) -> Walk:
     """The log-partitions, and the messages (v, g, m, c) that `backward` reads."""
-    sets = Sets.of(chain)
+    sets = Sets.of(chain.batch, chain.parameters)
     ended = ended_before(chain, sets)
     kept = chain.x.new_empty((chain.v if keep else 0, sets.g, sets.m, chain.c), dtype=torch.float64)
     message, first = relative_logs(sets.grouped(chain.p0).double(), -1, log=chain.log_params)
@@ -67,7 +66,7 @@ def backward(
     chain: Structured, passing: Passing, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]
 ) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `Gradients`."""
-    sets = Sets.of(chain)
+    sets = Sets.of(chain.batch, chain.parameters)
     ended, messages = ended_before(chain, sets), walk.kept[0]
     weight = sets.grouped(weight.double().masked_fill(walk.log_norm == -math.inf, 0.0))[..., None]
     grad_x = chain.x.new_empty(chain.batch + (chain.v, chain.c), dtype=chain.dtype)

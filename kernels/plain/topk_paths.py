@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .semiring import log_weights, shifted, start
-from .viterbi import unknown, without_states
+from ..numbers import log_weights, shifted
+from .viterbi import start, unknown, without_states
 
 # terms (sequences, c k, c) of a step that are computed at a time
 _TERMS = 2**20
@@ -27,7 +27,7 @@ def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     message = chain.new(g, m, c, k).fill_(-math.inf)
-    message[..., 0] = start(chain)[0]
+    message[..., 0] = start(chain)
     wide = torch.int32 if c * k < 2**31 else torch.int64
     choices = torch.empty(v - 1, g, m, c, k, dtype=wide, device=message.device)
     same = torch.arange(c * k, dtype=wide, device=message.device).view(c, k)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from . import semiring
+from ..numbers import log_weights, shifted
+
+# terms (sets, sequences, states, columns) of a step that are held at a time
+_TERMS = 2**20
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
@@ -35,12 +38,10 @@ class Messages:
         self._chain, self._entered = chain, int(entering is not None)
         self._kept = chain.new(chain.v + self._entered, chain.g, chain.m, chain.c)
         self.unknown = unknown(chain, self._entered)
-        begun = None
-        if entering is not None:
-            self._kept[0] = entering
-            nothing = torch.zeros(chain.g, chain.m, 1, dtype=torch.float64, device=chain.x.device)
-            begun = self._kept[0], nothing, nothing
-        semiring.forward(chain, semiring.maximum, messages=self._kept[self._entered :], entering=begun)
+        message = start(chain) if entering is None else entering.to(chain.dtype)
+        self._kept[0] = message
+        for step in range(1, len(self._kept)):
+            message = self._kept[step] = _after(chain, message, step - self._entered, step - 1)
         self.leaving = self._kept[-1].double()
 
     def follow(self, states: Tensor) -> None:
@@ -56,7 +57,7 @@ class Messages:
         for step in reversed(range(steps)):
             terms = self._kept[step]
             if step + 1 < steps:
-                columns = semiring.log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
+                columns = log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
                 into_next = terms + columns
                 terms = into_next if ends is None else torch.where(ends[..., None] == step + 1, terms, into_next)
             state = terms.argmax(-1)
@@ -64,6 +65,25 @@ class Messages:
             state = torch.where((given >= 0) & is_last, given, state)
             states[..., step] = state
         without_states(chain, states, self.unknown | ~(self.leaving.amax(-1) > -torch.inf), self._entered)
+
+
+def start(chain: Chain) -> Tensor:
+    """The first message (g, m, c) less its largest entry."""
+    weights = log_weights(chain.p0, chain.log_params, torch.float64)
+    # the largest x among possible first states
+    potential, _ = shifted(chain.x[0].double().masked_fill(weights == -torch.inf, -torch.inf))
+    message, _ = shifted((shifted(weights)[0] + potential).reshape(chain.g, chain.m, chain.c))
+    return message.to(chain.dtype)
+
+
+def _after(chain: Chain, message: Tensor, step: int, index: int) -> Tensor:
+    """The message of a step less its largest entry, of that before it and the matrices at an index."""
+    logs = log_weights(chain.matrix(index), chain.log_params, chain.dtype)[:, None]
+    columns = logs.split(max(1, _TERMS // message.numel()), -1)
+    largest = torch.cat([(message[..., None] + part).amax(-2) for part in columns], -1)
+    potential, _ = shifted(chain.x[step].to(chain.dtype).reshape(message.shape))
+    after, _ = shifted(largest + potential)
+    return after if chain.ended is None else torch.where(chain.ended[step], message, after)
 
 
 def unknown(chain: Chain, entered: int = 0) -> Tensor:

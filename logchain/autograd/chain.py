@@ -21,9 +21,9 @@ from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
 from ..schedules.packed import Packed, PackedChain
 from . import chain_operators as operators
-from .chain_functions import Gradient, LogNorm, if_needed
+from .chain_functions import Gradient, LogNorm
 from .chain_operators import Gradients, Saved
-from .operator import IMPLEMENTATIONS, Final, apply, call
+from .operator import IMPLEMENTATIONS, Final, apply, call, if_needed
 
 # which of x, bulk and p0 need a gradient
 Needs = tuple[bool, ...]

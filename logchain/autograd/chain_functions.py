@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import kernels
 from ..schedules.choose import SEQUENTIAL
 from . import chain_operators  # noqa: F401  registers the operators
-from .operator import Final, Saving, as_one, call, of_each, transform, with_batch_first
-from .tangents import quotient
+from .operator import Final, Saving, as_one, call, if_needed, of_each, transform, with_batch_first
+from .second import quotient
 
 
 class LogNorm(torch.autograd.Function):
@@ -136,11 +136,6 @@ class Second(Final):
         derivative, *gradients = call(Second, *operands, *args[8:])
         gradients = as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], [True] * 3)
         return (derivative, *gradients), (0, 0, 0, 0)
-
-
-def if_needed(gradients: Any, needs: Any) -> tuple[Any, ...]:
-    """The gradients, with None for one that is not needed."""
-    return tuple(value if need else None for value, need in zip(gradients, needs, strict=True))
 
 
 transform("log_norm", LogNorm)

@@ -20,8 +20,7 @@ from ..operands import Operands, chain_of
 from ..rescues import report_chains
 from .chain import posteriors
 from .chain_functions import Second as Covariances
-from .chain_functions import if_needed
-from .operator import Saving, apply, call, operator, transform, with_batch_first
+from .operator import Saving, apply, call, if_needed, operator, transform, with_batch_first
 from .paths import finite_log
 
 Weights = tuple[Tensor, Tensor, Tensor]

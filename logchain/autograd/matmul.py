@@ -14,8 +14,7 @@ from .. import kernels
 from ..kernels.plain import matmul as plain
 from ..kernels.plain.matmul_pieces import Groups
 from ..rescues import report_outputs
-from .chain_functions import if_needed
-from .operator import Final, Saving, apply, as_one, call, operator, stacked, transform
+from .operator import Final, Saving, apply, as_one, call, if_needed, operator, stacked, transform
 
 
 def log_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -6,11 +6,22 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.plain import messages as log_messages
 from ..operands import arithmetic_dtype, chain_of, marked
-from .chain_functions import if_needed
-from .operator import Final, Saving, apply, as_one, call, of_each, operator, transform, with_batch_first
-from .tangents import gradients_of
+from ..transitions.dense import Dense
+from .operator import (
+    Final,
+    Saving,
+    apply,
+    as_one,
+    autograd_in_operators,
+    call,
+    if_needed,
+    of_each,
+    operator,
+    transform,
+    with_batch_first,
+)
+from .scan import Steps, both_messages
 
 
 def messages(
@@ -81,18 +92,20 @@ def _backward(
     p0: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    lengths, log_params = options
+    operands = x, bulk, p0
     if x.numel() == 0:
         return torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
-    layout, chain = chain_of(x, bulk, p0, *options)
-    matmul = kernels.log_matmul_kernels(x)
-    shape = (chain.v, chain.g, chain.m, chain.c)
-    grads = log_messages.Gradients.zeros(chain)
-    along = [layout.steps_first(value)[: chain.v].reshape(shape) for value in (along_forward, along_backward)]
-    forward = log_messages.forward_messages(chain, matmul).relative
-    log_messages.backward_of_forward(chain, matmul, forward, along[0], layout.sequences(along_norm), grads)
-    backward = log_messages.backward_messages(chain, matmul).relative
-    log_messages.backward_of_backward(chain, matmul, backward, along[1], grads)
-    return gradients_of(layout, chain, grads, x, bulk, p0)
+    with autograd_in_operators(), torch.enable_grad():
+        leaves = x, bulk, p0 = [operand.detach().requires_grad_() for operand in operands]
+        outputs = both_messages(Steps(x, Dense(bulk), p0, lengths, log_params), lengths)
+        tangents = along_forward, along_backward, along_norm
+        # the backward messages of a single variable are constant
+        used = [pair for pair in zip(outputs, tangents, strict=True) if pair[0].requires_grad]
+        along = [torch.where(output == -torch.inf, 0.0, tangent).double() for output, tangent in used]
+        gradients = torch.autograd.grad([output for output, _ in used], leaves, along, materialize_grads=True)
+    by_x, by_bulk, by_p0 = (gradient.contiguous() for gradient in gradients)
+    return by_x, by_bulk, by_p0
 
 
 def _gradient_shapes(*args: Any) -> tuple[Tensor, ...]:

@@ -7,7 +7,8 @@ nothing traces or transforms, `call` skips torch's dispatcher, which takes longe
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -173,6 +174,16 @@ def _one_level(function: Any, registered: Any) -> Any:
     return type(function.__name__, (_SingleLevelFunction,), members)
 
 
+@contextmanager
+def autograd_in_operators() -> Iterator[None]:
+    """A context in which torch records graphs, also where an operator is computed below torch's autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
 def checked_values(name: str, check: Callable[[Tensor, int], None]) -> Callable[..., Tensor]:
     """The function that calls the operator `logchain::name(values, size)`: a copy of integers that pass `check`.
 
@@ -224,6 +235,11 @@ def as_one(size: int, gradients: Any, in_dims: tuple[Any, ...], operands: tuple[
         gradient.reshape(size, *_shape_of_one(operand, dim)) if need else gradient.expand(size, 0)
         for gradient, operand, dim, need in zip(gradients, operands, in_dims, needs, strict=True)
     )
+
+
+def if_needed(gradients: Any, needs: Any) -> tuple[Any, ...]:
+    """The gradients, with None for one that is not needed."""
+    return tuple(value if need else None for value, need in zip(gradients, needs, strict=True))
 
 
 def stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:

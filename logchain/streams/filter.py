@@ -14,8 +14,7 @@ from ..arguments import has_values
 from ..autograd.operator import operator
 from ..kernels.chain import Chain
 from ..kernels.message import Message
-from ..kernels.numbers import exact_sum
-from ..kernels.plain.semiring import probabilities
+from ..kernels.numbers import exact_sum, probabilities
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..kernels.plain.semiring import probabilities, shifted
+from ..kernels.numbers import probabilities, shifted
 from ..transitions import Transition
 from .piece import Piece
 from .structures import Matrices, each, parts, steps_between, steps_of, through

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..autograd.paths import log_weight
-from ..kernels.plain.semiring import shifted
+from ..kernels.numbers import shifted
 from ..operands import chain_of
 from ..transitions import Transition
 from .piece import Piece

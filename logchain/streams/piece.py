@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..autograd.matmul import broadcast_log_matmul, log_matmul
 from ..kernels import in_c
-from ..kernels.plain.semiring import log_weights, shifted
+from ..kernels.numbers import log_weights, shifted
 from ..kernels.weights import Weights, check_weights, has_negative
 from ..layout import Layout
 from ..operands import at_hand, differentiated

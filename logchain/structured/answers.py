@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_values
-from ..transitions import Transition
+from ..autograd.scan import total as sum_of_paths
+from ..transitions import Semiring, Transition
 from . import messages as log_messages
 from . import paths, topk
 from .eager import between_graphs
 from .entropy import entropy as entropy_of
 from .entropy import entropy_of_sums
+from .operands import multiplied_out
 from .product import log_norm, posteriors
 from .question import Question
 
@@ -24,6 +26,15 @@ Counts = Transition | None
 def product(question: Question) -> Tensor:
     """The log-partition [*B]."""
     return log_norm(question.operands).to(question.operands.dtype)
+
+
+@between_graphs
+def total(question: Question, semiring: Semiring) -> Tensor:
+    """The sum of the weights of all paths [*B]."""
+    operands = question.operands
+    if operands.transition.sums:
+        operands = multiplied_out(operands)
+    return sum_of_paths(operands.steps(), semiring).to(operands.dtype)
 
 
 @between_graphs

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..autograd.entropy import entropy as entropy_of_dense
-from ..kernels.plain.semiring import log_weights
-from .operands import Operands
+from ..kernels.numbers import log_weights
+from .operands import Operands, multiplied_out
 from .product import log_norm, posteriors
 
 
@@ -42,7 +42,5 @@ def entropy(operands: Operands) -> Tensor:
 
 def entropy_of_sums(operands: Operands) -> Tensor:
     """The entropy [*B] of a chain whose entries are sums, multiplied out as logarithms in float64."""
-    x, transition, p0, ends, log_params = operands
-    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
-    p0 = log_weights(p0, log_params, torch.float64)
-    return entropy_of_dense(x.double(), logs.to_dense(log_params=True), p0, ends, True)
+    x, transition, p0, ends, _ = multiplied_out(operands)
+    return entropy_of_dense(x, transition.parameters[0], p0, ends, True)

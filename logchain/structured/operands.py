@@ -1,6 +1,5 @@
 """The operands of a chain whose transitions are a structure: checks of them, and one step at a time in logarithms."""
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,12 @@ from ..arguments import (
     has_values,
     is_transformed,
 )
+from ..autograd.scan import Steps
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
-from ..kernels.plain.semiring import log_weights
-from ..kernels.sets import Sets
+from ..kernels.numbers import log_weights
 from ..kernels.structured import Factors, Stage, Structured
 from ..transitions import Transition
+from ..transitions.dense import Dense
 
 
 class Operands(NamedTuple):
@@ -64,6 +64,10 @@ class Operands(NamedTuple):
         pattern = None if generic else self.transition.pattern
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
+
+    def steps(self) -> Steps:
+        """The operands as the differentiable scan takes them."""
+        return Steps(*self)
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
         """What a function of the exact scan in C returns for bands and arcs on a CPU, if they have values; or None."""
@@ -114,62 +118,9 @@ def is_blocks(pattern: object) -> bool:
     return stage == Stage(stage.axes, 0, 1, order=(0, 1)) and not pattern.diagonal
 
 
-class Steps:
-    """A chain in float64 logarithms, a step at a time: g sets of m sequences that share parameters, c states.
-
-    `shape` is that of a message (g, m, c), `v` the number of steps, and `ends` that of each sequence (g, m, 1) or None.
-    """
-
-    def __init__(self, operands: Operands) -> None:
-        self.operands, self.sets = operands, Sets.of(operands.chain(generic=True))
-        self.v, c = operands.x.shape[-2:]
-        self.shape = self.sets.g, self.sets.m, c
-        self.ends = None if operands.lengths is None else self.sets.grouped(operands.lengths)[..., None]
-
-    def inside(self, step: int) -> Tensor | None:
-        """Whether a sequence has a step (g, m, 1); None: all have."""
-        return None if self.ends is None else self.ends > step
-
-    def potential(self, step: int) -> Tensor:
-        """x_i (g, m, c), 0 behind a sequence's end."""
-        x, inside = self.sets.grouped(self.operands.x[..., step, :]).double(), self.inside(step)
-        return x if inside is None else x.masked_fill(~inside, 0.0)
-
-    def start(self) -> Tensor:
-        """log p0 (g, m, c)."""
-        return log_weights(self.sets.grouped(self.operands.p0), self.operands.log_params, torch.float64)
-
-    @cached_property
-    def _parameters(self) -> list[Tensor]:
-        """The parameters (s, g or 1, *own)."""
-        return [self.sets.parameter(parameter) for parameter in self.operands.transition.parameters]
-
-    @cached_property
-    def _shared(self) -> Transition | None:
-        one = all(len(parameter) == 1 for parameter in self._parameters)
-        return self._at(0) if one and self.v > 1 else None
-
-    def transition(self, step: int) -> Transition:
-        """The structure that leads into a step, with logarithms (g or 1, *own) of its parameters."""
-        return self._shared or self._at(step - 1)
-
-    def _at(self, index: int) -> Transition:
-        """The structure at an index of its step axis; parameters of sets whose sequences have all ended are 1."""
-        inside, found = self.inside(index + 1), []
-        for parameter in self._parameters:
-            weights = parameter[index if len(parameter) > 1 else 0]
-            if inside is not None:
-                over = ~(inside.any(1) if len(weights) > 1 else inside.any().view(1, 1))
-                one = 0.0 if self.operands.log_params else 1.0
-                weights = weights.masked_fill(over.view(-1, *(1 for _ in weights.shape[1:])), one)
-            found.append(log_weights(weights, self.operands.log_params, torch.float64))
-        return self.operands.transition.with_parameters(*found)
-
-    def by_step(self, values: Tensor) -> Tensor:
-        """Values (v, g, m, c) as `[*B, v, c]`."""
-        return self.sets.batched(values.movedim(0, 2).contiguous())
-
-    def unused(self) -> Tensor:
-        """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""
-        nothing = [parameter.reshape(-1)[:0].sum().double() for parameter in self.operands.transition.parameters]
-        return torch.stack(nothing).sum()
+def multiplied_out(operands: Operands) -> Operands:
+    """The operands in float64 with dense matrices, of logarithms, in place of a structure."""
+    x, transition, p0, lengths, log_params = operands
+    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+    matrices = Dense(logs.to_dense(log_params=True))
+    return Operands(x.double(), matrices, log_weights(p0, log_params, torch.float64), lengths, True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
-from ..kernels.plain.semiring import log_weights
+from ..autograd.scan import Message, Steps, forward_messages, messages
+from ..kernels.numbers import log_weights
 from ..transitions import LINEAR, LOG, Transition
 from ..transitions.transition import look_up, pick
-from .operands import Operands, Steps
-from .walk import Message, messages
+from .operands import Operands
 
 
 def log_weight(operands: Operands, states: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
     best: tuple[Tensor, Tensor] | None = operands.in_c("best_paths")
     if best is not None:
         return best
-    steps = Steps(operands.detached())
+    steps = operands.detached().steps()
     walked, pointers = best_walk(steps)
     weight, state = walked[-1].values.max(-1)
     found = [state]
@@ -87,8 +87,8 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     drawn: Tensor | None = operands.in_c("draws", numbers)
     if drawn is not None:
         return drawn
-    steps = Steps(operands.detached())
-    values = [message.values for message in messages(steps)]
+    steps = operands.detached().steps()
+    values = [message.values for message in forward_messages(steps)]
     numbers = steps.sets.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
     found = [state]

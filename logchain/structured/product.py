@@ -13,14 +13,15 @@ from .. import kernels
 from ..arguments import check_choice, has_values
 from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.operator import call
-from ..kernels.plain.semiring import log_weights
+from ..autograd.scan import second_derivatives, total
+from ..kernels.numbers import log_weights
 from ..kernels.structured import Gradients, Walk
 from ..operands import differentiated
 from ..rescues import report_chains
 from ..schedules.choose import check_strategy
 from ..transitions import LOG
-from . import walk as any_walk
-from .operands import Operands, Steps, is_blocks
+from . import generic
+from .operands import Operands, is_blocks
 
 Needs = tuple[bool, bool, bool]
 
@@ -68,7 +69,7 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
         return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
     with torch.enable_grad():
         logs = _logarithms(operands)
-        value = _of_blocks(logs) if blocks else any_walk.log_norm(Steps(logs))
+        value = _of_blocks(logs) if blocks else total(logs.steps())
         grads = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, allow_unused=True)
         x, p0, *parameters = (
             torch.zeros_like(one) if grad is None else grad for one, grad in zip(logs.tensors, grads, strict=True)
@@ -90,7 +91,7 @@ def _forward(operands: Operands, keep: bool) -> Walk:
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
     with kernels.arithmetic_on(operands.x):
         walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
-        return walk or any_walk.forward(operands, keep)
+        return walk or generic.forward(operands, keep)
 
 
 def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
@@ -108,8 +109,8 @@ def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_l
         if module is not None:
             gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
         if gradients is None:
-            walk = walk if len(walk.kept) == 1 else any_walk.forward(operands, True)
-            return any_walk.backward(operands, walk, weight, needs, by_log=by_log)
+            walk = walk if len(walk.kept) == 1 else generic.forward(operands, True)
+            return generic.backward(operands, walk, weight, needs, by_log=by_log)
     if gradients.parameters is None:
         return gradients
     return gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
@@ -161,16 +162,11 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("logchain: expected at most two derivatives, got a third")
-        grad, *tensors = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad():
-            value = any_walk.log_norm(Steps(ctx.skeleton.of(*tensors)))
-            first = torch.autograd.grad(value, tensors, grad, create_graph=True)
-            used = [(one, tangent) for one, tangent, need in zip(first, along, ctx.needs, strict=True) if need]
-            second = torch.autograd.grad(
-                [one for one, _ in used], [grad, *tensors], [tangent for _, tangent in used], allow_unused=True
-            )
-        behind = len(ctx.needs_input_grad) - 3 - len(tensors)
-        return None, None, *second, *(None,) * behind
+        grad, *tensors = ctx.saved_tensors
+        used = [tangent if need else None for tangent, need in zip(along, ctx.needs, strict=True)]
+        second = second_derivatives(lambda *leaves: total(ctx.skeleton.of(*leaves).steps()), tensors, grad, used)
+        residuals = len(ctx.needs_input_grad) - 3 - len(tensors)
+        return None, None, *second, *(None,) * residuals
 
 
 def _logarithms(operands: Operands) -> Operands:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operands import Operands, Steps
+from ..autograd.scan import Steps
+from .operands import Operands
 from .paths import best_walk, possible
 
 
@@ -24,7 +25,7 @@ def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
 
     States are -1 behind a sequence's end, in paths that do not exist, and in unknown sequences.
     """
-    steps = Steps(operands.detached())
+    steps = operands.detached().steps()
     search = _Search(steps)
     last = search.final
     path = search.path(search.ends, torch.zeros_like(search.ends), last.argmax(-1))

@@ -1,11 +1,11 @@
 """Transition matrices that are more than their entries: accepted in place of `bulk` by all functions of a chain."""
 
-from .arithmetic import LINEAR, LOG, MAX, Arithmetic
 from .banded import Banded
 from .block_diagonal import BlockDiagonal
 from .kronecker import Kronecker
 from .low_rank import LowRank
 from .monarch import Monarch
+from .semiring import LINEAR, LOG, MAX, Semiring
 from .sparse import Sparse
 from .transition import Transition
 
@@ -13,7 +13,7 @@ __all__ = [
     "LINEAR",
     "LOG",
     "MAX",
-    "Arithmetic",
+    "Semiring",
     "Banded",
     "BlockDiagonal",
     "Kronecker",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import LINEAR, Arithmetic
+from .semiring import LINEAR, Semiring
 from .transition import Transition, check_parameter, look_up
 
 
@@ -62,13 +62,13 @@ class Banded(Transition):
         source = torch.arange(self.states) - torch.tensor(self.offsets)[:, None]
         return [((source >= 0) & (source < self.states)).to(self.device)]
 
-    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+    def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, shifted and multiplied for each band; see `Transition.apply`."""
         sources = self._sources()  # (bands, c)
         inside = (sources >= 0) & (sources < self.states)
-        values = torch.where(inside, self.values, arithmetic.zero)[..., None, :, :]
+        values = torch.where(inside, self.values, semiring.zero)[..., None, :, :]
         shifted = message[..., sources.clamp(0, self.states - 1)]  # [*lead, rows, bands, c]
-        return arithmetic.sum(arithmetic.times(torch.where(inside, shifted, arithmetic.zero), values), -2)
+        return semiring.sum(semiring.times(torch.where(inside, shifted, semiring.zero), values), -2)
 
     def _sources(self) -> Tensor:
         """The state that each value leads from (bands, c), which need not exist."""
@@ -88,9 +88,9 @@ class Banded(Transition):
         values = self.values.gather(-1, index.expand_as(self.values))
         return Banded(values, [-offset for offset in self.offsets])
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, weight zero off the bands; see `Transition.entries`."""
         offsets = torch.tensor(self.offsets, device=self.device)
         match = (target - source)[..., None] == offsets  # [..., bands]
         values = look_up(self.values, match.int().argmax(-1), target)
-        return torch.where(match.any(-1), values, arithmetic.zero)
+        return torch.where(match.any(-1), values, semiring.zero)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.structured import Factors, Stage
-from .arithmetic import LINEAR, Arithmetic
 from .products import Product
+from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
 
 
@@ -50,9 +50,9 @@ class BlockDiagonal(Product):
         """The transposed matrices: those of transposed blocks."""
         return BlockDiagonal(self.blocks.mT)
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, weight zero between blocks; see `Transition.entries`."""
         size = self.blocks.shape[-1]
         block, other = source // size, target // size
         weights = look_up(self.blocks, block, source % size, target % size)
-        return torch.where(block == other, weights, arithmetic.zero)
+        return torch.where(block == other, weights, semiring.zero)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.structured import Factors, Stage
-from .arithmetic import LINEAR, Arithmetic
 from .products import Product
+from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
 
 
@@ -61,11 +61,11 @@ class Kronecker(Product):
         """The transposed matrices: the product of transposed factors."""
         return Kronecker(*(matrix.mT for matrix in self.parameters))
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, one entry of each matrix, multiplied; see `Transition.entries`."""
-        entries = torch.tensor(arithmetic.one, dtype=self.dtype, device=self.device)
+        entries = torch.tensor(semiring.one, dtype=self.dtype, device=self.device)
         for matrix in reversed(self.parameters):
             size = matrix.shape[-1]
-            entries = arithmetic.times(entries, look_up(matrix, source % size, target % size))
+            entries = semiring.times(entries, look_up(matrix, source % size, target % size))
             source, target = source // size, target // size
         return entries

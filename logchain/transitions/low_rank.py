@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.structured import Factors, Stage
-from .arithmetic import LINEAR, LOG, Arithmetic
 from .products import Product
+from .semiring import LINEAR, LOG, Semiring
 from .transition import check_parameter, look_up, pick
 
 
@@ -76,14 +76,14 @@ class LowRank(Product):
         """The transposed matrices: left and right exchanged."""
         return LowRank(self.right, self.left, self.diagonal)
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, a sum over components; see `Transition.entries`."""
-        components = arithmetic.times(look_up(self.left, source, kept=1), look_up(self.right, target, kept=1))
-        entries = arithmetic.sum(components, -1)
+        components = semiring.times(look_up(self.left, source, kept=1), look_up(self.right, target, kept=1))
+        entries = semiring.sum(components, -1)
         if self.diagonal is None:
             return entries
-        stays = torch.where(source == target, look_up(self.diagonal, target), arithmetic.zero)
-        return arithmetic.plus(entries, stays)
+        stays = torch.where(source == target, look_up(self.diagonal, target), semiring.zero)
+        return semiring.plus(entries, stays)
 
     def draw(self, message: Tensor, target: Tensor, uniform: Tensor) -> Tensor:
         """States before `target`: a component is drawn, or the diagonal, and then a state; see `Transition.draw`."""

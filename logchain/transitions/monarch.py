@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ..kernels.structured import Factors, Stage
-from .arithmetic import LINEAR, Arithmetic
 from .products import Product
+from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
 
 
@@ -68,9 +68,9 @@ class Monarch(Product):
         """The transposed matrices: transposed factors in the other order."""
         return Monarch(self.right.mT, self.left.mT)
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, one entry of each factor, multiplied; see `Transition.entries`."""
         size, last = self.left.shape[-2], self.right.shape[-1]
         block, middle = source // size, target // last
         into = look_up(self.left, block, source % size, middle)
-        return arithmetic.times(into, look_up(self.right, middle, block, target % last))
+        return semiring.times(into, look_up(self.right, middle, block, target % last))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..kernels.stages import through
 from ..kernels.structured import Factors
-from .arithmetic import Arithmetic
+from .semiring import Semiring
 from .transition import Transition
 
 
@@ -15,9 +15,9 @@ class Product(Transition):
 
     pattern: Factors
 
-    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+    def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
-        return through(message, self.parameters, self.pattern, arithmetic.matmul, arithmetic.plus, arithmetic.times)
+        return through(message, self.parameters, self.pattern, semiring.matmul, semiring.plus, semiring.times)
 
     @property
     def multiply_adds(self) -> int:

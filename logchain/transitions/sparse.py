@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arguments import check_dense, check_has_values, check_integers, check_is_tensor, has_values
 from ..kernels.structured import Arcs
-from .arithmetic import LINEAR, Arithmetic
+from .semiring import LINEAR, Semiring
 from .transition import Transition, check_parameter, look_up
 
 
@@ -121,11 +121,11 @@ class Sparse(Transition):
         """Gradients in the order of `indices`; see `Transition.from_pattern`."""
         return gradients if self._graph.inverse is None else (gradients[0][..., self._graph.inverse],)
 
-    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+    def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, a product for each arc, summed where arcs meet; see `Transition.apply`."""
         source, target = self.indices
-        terms = arithmetic.times(message[..., source], self.values[..., None, :])
-        return arithmetic.sum_at(terms, target, self.states)
+        terms = semiring.times(message[..., source], self.values[..., None, :])
+        return semiring.sum_at(terms, target, self.states)
 
     @property
     def multiply_adds(self) -> int:
@@ -139,11 +139,11 @@ class Sparse(Transition):
         transposed._of(self.values, self._graph.reversed)
         return transposed
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, weight zero where no arc leads; see `Transition.entries`."""
         (places, order), place = self._graph.places, source * self.states + target
         at = torch.searchsorted(places, place.contiguous()).clamp_(max=len(places) - 1)
-        return torch.where(places[at] == place, look_up(self.values, order[at]), arithmetic.zero)
+        return torch.where(places[at] == place, look_up(self.values, order[at]), semiring.zero)
 
 
 def _checked_states(indices: Tensor, states: int | None) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
-from .arithmetic import BEST, LINEAR, LOG, Arithmetic
+from .semiring import BEST, LINEAR, LOG, Semiring
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,9 +29,9 @@ class Transition(ABC):
     ...         super().__init__(weight)
     ...         self.states = weight.shape[-1]
     ...
-    ...     def apply(self, message, arithmetic):
+    ...     def apply(self, message, semiring):
     ...         (weight,) = self.parameters
-    ...         return arithmetic.times(message, weight[..., None, :]).roll(1, -1)
+    ...         return semiring.times(message, weight[..., None, :]).roll(1, -1)
     >>> Shift(torch.tensor([0.25, 0.5])).to_dense()
     tensor([[0.0000, 0.2500],
             [0.5000, 0.0000]])
@@ -56,12 +56,12 @@ class Transition(ABC):
         self.parameters = parameters
 
     @abstractmethod
-    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+    def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, for parameters `[*lead or ones, *own]`.
 
         Args:
             message: `[*lead, rows, c]`.
-            arithmetic: `LINEAR`, in which messages and parameters are weights; `LOG` or `MAX`, in which they are
+            semiring: `LINEAR`, in which messages and parameters are weights; `LOG` or `MAX`, in which they are
                 logarithms. `MAX` is not asked for where entries are `sums`.
 
         Returns:
@@ -78,13 +78,13 @@ class Transition(ABC):
         """The structure of the transposed matrices."""
         return Transposed(self)
 
-    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+    def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, for indices `[..., *lead]` that broadcast with the parameters' `[*lead, *own]`.
 
         Args:
             source: indices that transitions leave.
             target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
+            semiring: `LOG` if the parameters are logarithms.
 
         Returns:
             `[..., *lead]`, logarithms if the parameters are.
@@ -94,7 +94,7 @@ class Transition(ABC):
         >>> step.entries(torch.tensor([0, 0]), torch.tensor([1, 2]))
         tensor([0.1000, 0.0000])
         """
-        return look_up(self._dense(arithmetic), source, target)
+        return look_up(self._dense(semiring), source, target)
 
     def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The largest `message(k) + log P(k, j)` for each state j, and the lowest k with it.
@@ -171,26 +171,9 @@ class Transition(ABC):
         """
         return self._dense(LOG if log_params else LINEAR)
 
-    def _dense(self, arithmetic: Arithmetic) -> Tensor:
-        unit = torch.full((self.states, self.states), arithmetic.zero, dtype=self.dtype, device=self.device)
-        return self.apply(unit.fill_diagonal_(arithmetic.one).expand(*self.lead, -1, -1), arithmetic)
-
-    def support(self, reached: Tensor) -> Tensor:
-        """Which states a transition leads to from those that are reached, for linear parameters.
-
-        Args:
-            reached: bool `[*lead, rows, c]`.
-
-        Returns:
-            bool `[*lead, rows, c]`.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.support(torch.tensor([[True, False, False]]))
-        tensor([[ True,  True, False]])
-        """
-        some = self.map(lambda weight: (weight > 0).log().to(torch.float64))
-        return some.apply(reached.to(torch.float64).log(), LOG) > -torch.inf
+    def _dense(self, semiring: Semiring) -> Tensor:
+        unit = torch.full((self.states, self.states), semiring.zero, dtype=self.dtype, device=self.device)
+        return self.apply(unit.fill_diagonal_(semiring.one).expand(*self.lead, -1, -1), semiring)
 
     def with_parameters(self, *parameters: Tensor) -> "Self":
         """The same structure with other parameters.
@@ -343,9 +326,9 @@ class Transposed(Transition):
         """Those of the other structure."""
         return self._of.own_axes
 
-    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+    def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
-        return arithmetic.matmul(message, self._of.with_parameters(*self.parameters)._dense(arithmetic).mT)
+        return semiring.matmul(message, self._of.with_parameters(*self.parameters)._dense(semiring).mT)
 
     @property
     def mT(self) -> Transition:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logchain import reference
 from logchain.kernels.structured import Arcs, Factors, Gradients, Stage, Structured, Walk
-from logchain.structured import walk as generic
+from logchain.structured import generic
 from logchain.structured.operands import Operands
 from logchain.transitions import Banded, Sparse
 from tests.contract import poisoned_memory, sum_to, unit

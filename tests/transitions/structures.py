@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from logchain import transitions
-from logchain.transitions import Arithmetic, Transition
+from logchain.transitions import Semiring, Transition
 
 C = 12
 
@@ -39,9 +39,9 @@ class Shift(Transition):
         super().__init__(weight)
         self.states, self.by = weight.shape[-1], by
 
-    def apply(self, message: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+    def apply(self, message: torch.Tensor, semiring: Semiring) -> torch.Tensor:
         (weight,) = self.parameters
-        return arithmetic.times(message, weight[..., None, :]).roll(self.by, -1)
+        return semiring.times(message, weight[..., None, :]).roll(self.by, -1)
 
 
 MAKE: dict[str, Callable[..., Transition]] = {

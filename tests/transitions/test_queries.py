@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain import reference, transitions
+from logchain import reference, semirings, transitions
 from tests.subjects import OTHERS, SUBJECTS, floating
 from tests.transitions.structures import MAKE, C, numbers
 
@@ -89,6 +89,21 @@ def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, 
         assert_close(one, expected[name])
     if floating(found):
         assert_same_gradients(problem, found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
+@KINDS
+def test_any_semiring_adds_the_paths_of_its_matrices(kind, lengths):
+    soft = semirings.Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4 * terms, dim) / 4)
+    problem = Problem(kind, (3, V - 1), lengths=lengths)
+    found, expected = problem.both(semirings.total, soft, lengths=lengths)
+    assert_close(found, expected)
+    assert_same_gradients(problem, {"total": found}, {"total": expected})
+    if not problem.structure.sums:
+        best = logchain.viterbi(problem.x, problem.structure, problem.p0, lengths=lengths).score
+        assert torch.equal(
+            semirings.total(problem.x, problem.structure, problem.p0, semirings.MAX, lengths=lengths), best
+        )
 
 
 SMALL = [{"v": 1, "batch": ()}, {"lead": (V - 1,), "batch": (0,)}, {"v": 1, "batch": (2, 0)}]

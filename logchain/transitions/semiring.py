@@ -1,66 +1,84 @@
-"""Sums and products of weights: as they are, as logarithms, and as logarithms of which the largest counts.
+"""Semirings: sums and products of weights, as they are, as logarithms, or of log-weights with a sum of one's own.
 
-A structure says once how a message passes through it, in terms of an `Arithmetic`, and thereby answers for linear
-weights, for log-partitions and for best paths.
+A transition says once how a message passes through it, in terms of a `Semiring`, and thereby answers for linear
+weights, for log-partitions, for best paths, and for any other sum over paths.
 """
 
 import math
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..autograd.matmul import broadcast_log_matmul
 
-# terms of a product of matrices whose largest is taken that are held at a time
-_TERMS = 2**22
+# terms of a product of matrices that are held at a time
+_TERMS = 2**20
 
 
-class Arithmetic(ABC):
-    """The sum and the product of weights, for tensors that broadcast.
+@dataclass(frozen=True)
+class Semiring:
+    r"""A semiring of log-weights, defined by its addition; multiplication is `a + b`, zero is -inf, and one is 0.
 
-    Attributes:
+    The addition must be associative and commutative, and adding a constant to all terms must add it to their sum:
+    `reduce(a + s) = reduce(a) + s`.
+
+    Args:
+        name: a name for the user.
+        reduce: `reduce(terms, dim)` adds a floating tensor along one axis. It is never called with terms that are all
+            -inf, whose sum is -inf with gradient 0. Gradients are those of torch's autograd through it.
         zero: the weight that adds nothing.
         one: the weight that multiplies by one.
 
-    >>> from logchain.transitions import LOG
+    Ready made are `LOG`, log-sum-exp, `MAX`, the largest of log-weights, and `LINEAR`, in which weights are no
+    logarithms.
+
+    Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).
+
+    >>> from logchain.semirings import LOG, Semiring
     >>> a, b = torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.0]).log()
     >>> LOG.plus(a, b).exp(), LOG.times(a, b).exp()
     (tensor([0.7500, 0.5000]), tensor([0.1250, 0.0000]))
     >>> LOG.sum(a, 0).exp(), LOG.sum_at(a, torch.tensor([1, 1]), 3).exp()
     (tensor(0.7500), tensor([0.0000, 0.7500, 0.0000]))
-    >>> LOG.matmul(a[None], b[:, None]).exp()
-    tensor([[0.1250]])
+
+    A semiring of one's own, between `LOG` and `MAX`: a soft maximum with temperature 1/4.
+
+    >>> SOFT = Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4.0 * terms, dim) / 4.0)
+    >>> SOFT.sum(torch.tensor([0.0, 3.0, 3.0]), 0)
+    tensor(3.1733)
     """
 
-    zero: float
-    one: float
+    name: str
+    reduce: Callable[[Tensor, int], Tensor]
+    zero: float = -math.inf
+    one: float = 0.0
 
-    @abstractmethod
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """Sums of two weights each.
-
-        Args:
-            a: weights.
-            b: weights of a shape that goes with a's.
-
-        Returns:
-            Their sums.
-        """
-
-    @abstractmethod
     def times(self, a: Tensor, b: Tensor) -> Tensor:
         """Products of two weights each.
 
         Args:
             a: weights.
-            b: weights of a shape that goes with a's.
+            b: weights of a shape that broadcasts with a's.
 
         Returns:
             Their products.
         """
+        return a + b
 
-    @abstractmethod
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        """Sums of two weights each.
+
+        Args:
+            a: weights.
+            b: weights of a shape that broadcasts with a's.
+
+        Returns:
+            Their sums.
+        """
+        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
+
     def sum(self, terms: Tensor, dim: int) -> Tensor:
         """Sums along an axis.
 
@@ -71,8 +89,9 @@ class Arithmetic(ABC):
         Returns:
             The sums, without it.
         """
+        empty = (terms == self.zero).all(dim)
+        return self.reduce(terms.masked_fill(empty.unsqueeze(dim), self.one), dim).masked_fill(empty, self.zero)
 
-    @abstractmethod
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
         """Sums of those terms that have the same index.
 
@@ -84,10 +103,16 @@ class Arithmetic(ABC):
         Returns:
             `[..., size]`.
         """
+        count = torch.bincount(index, minlength=size)
+        order = index.argsort(stable=True)
+        rank = torch.arange(len(index), device=index.device) - (count.cumsum(0) - count)[index[order]]
+        # the terms of each sum; one more term, which is zero, fills up
+        places = index.new_full((size, int(count.max()) + 1), len(index))
+        places[index[order], rank] = order
+        return self.sum(torch.nn.functional.pad(terms, (0, 1), value=self.zero)[..., places], -1)
 
-    @abstractmethod
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Products of matrices.
+        """Products of matrices, some columns at a time.
 
         Args:
             a: `[..., m, k]`.
@@ -96,119 +121,80 @@ class Arithmetic(ABC):
         Returns:
             `[..., m, n]`.
         """
+        terms = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel() * a.shape[-2] * a.shape[-1]
+        columns = b.split(max(1, _TERMS // max(1, terms)), -1)
+        return torch.cat([self.sum(self.times(a[..., None], part[..., None, :, :]), -2) for part in columns], -1)
 
 
-class Linear(Arithmetic):
+class _Linear(Semiring):
     """Weights as they are."""
 
-    zero, one = 0.0, 1.0
-
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a + b`."""
-        return a + b
-
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a b`."""
         return a * b
 
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
     def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """`sum terms`."""
         return terms.sum(dim)
 
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
-        """`sum terms` of each index."""
         return terms.new_zeros(*terms.shape[:-1], size).index_add(-1, index, terms)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b`."""
         return a @ b
 
 
-class Log(Arithmetic):
+class _Log(Semiring):
     """Logarithms of weights; -inf is weight zero, exactly, with gradient 0."""
 
-    zero, one = -math.inf, 0.0
-
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """`log(exp a + exp b)`."""
-        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
-
-    def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a + b`."""
-        return a + b
-
-    def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """`log sum exp terms`."""
-        dead = (terms == -math.inf).all(dim)
-        return terms.masked_fill(dead.unsqueeze(dim), 0.0).logsumexp(dim).masked_fill(dead, -math.inf)
-
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
-        """`log sum exp terms` of each index."""
         top = _largest_at(terms.detach(), index, size)
-        dead = top == -math.inf
-        top = top.masked_fill(dead, 0.0)
+        empty = top == -math.inf
+        top = top.masked_fill(empty, 0.0)
         total = LINEAR.sum_at((terms - top[..., index]).exp(), index, size)
-        return (total.masked_fill(dead, 1.0).log() + top).masked_fill(dead, -math.inf)
+        return (total.masked_fill(empty, 1.0).log() + top).masked_fill(empty, -math.inf)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """`log(exp(a) @ exp(b))`."""
         dtype = torch.promote_types(a.dtype, b.dtype)
         wide = torch.promote_types(dtype, torch.float32)  # the least that the kernels take
         return broadcast_log_matmul(a.to(wide), b.to(wide)).to(dtype)
 
 
-class Max(Arithmetic):
+class _Max(Semiring):
     """Logarithms of weights, of which the largest is the sum."""
 
-    zero, one = -math.inf, 0.0
-
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """`max(a, b)`."""
-        return torch.maximum(a, b)
-
-    def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a + b`."""
-        return a + b
-
     def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """`max terms`."""
         return terms.amax(dim)
 
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b)
+
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
-        """`max terms` of each index."""
         return _largest_at(terms, index, size)
 
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """`max_k a[m, k] + b[k, n]`, some columns at a time."""
-        terms = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel() * a.shape[-2] * a.shape[-1]
-        columns = b.split(max(1, _TERMS // max(1, terms)), -1)
-        return torch.cat([self.sum(self.times(a[..., None], some[..., None, :, :]), -2) for some in columns], -1)
 
-
-class Best(Max):
+class _Best(_Max):
     """The same for messages with labels: the sum has the label of the largest entry, and of equals the largest label.
 
     Messages are complex numbers, a logarithm and its label; parameters are real.
     """
 
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """`max(a, b)`."""
-        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
-
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a + b`, without the NaN of complex sums with an infinite real part."""
+        # without the NaN of complex sums with an infinite real part
         weights = a.real + b.real
         labels = [one.imag for one in (a, b) if one.is_complex()]
         return torch.complex(weights, sum(labels, torch.zeros_like(weights)))
 
     def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """`max terms`."""
         top = terms.real.amax(dim)
         labels = terms.imag.masked_fill(terms.real != top.unsqueeze(dim), -math.inf)
         return torch.complex(top, labels.amax(dim))
 
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
+
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
-        """`max terms` of each index."""
         top = _largest_at(terms.real, index, size)
         labels = terms.imag.masked_fill(terms.real != top[..., index], -math.inf)
         return torch.complex(top, _largest_at(labels, index, size))
@@ -220,4 +206,7 @@ def _largest_at(terms: Tensor, index: Tensor, size: int) -> Tensor:
     return largest.scatter_reduce(-1, index.expand_as(terms), terms, "amax")
 
 
-LINEAR, LOG, MAX, BEST = Linear(), Log(), Max(), Best()
+LINEAR = _Linear("linear", torch.sum, 0.0, 1.0)
+LOG = _Log("log", torch.logsumexp)
+MAX = _Max("max", torch.amax)
+BEST = _Best("best", torch.amax)

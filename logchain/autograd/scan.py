@@ -1,0 +1,199 @@
+"""One scan for every transition and semiring, in float64, which torch's autograd differentiates to any order.
+
+    a_0 = log p0 + x_0        a_i = apply(a_{i-1}) + x_i        total = sum of a_{v-1} over states
+
+Each message is held less its largest entry, with the sum of what was subtracted and that sum's rounding error. Of the
+second derivatives of a log-partition, those of dense matrices and of structures alike, this is the definition.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.numbers import log_weights, shifted, two_sum
+from ..kernels.sets import Sets
+from ..transitions.semiring import LOG, Semiring
+from ..transitions.transition import Transition
+from .operator import autograd_in_operators
+
+# the logarithms after a transition, of those of a message (g, m, c)
+Apply = Callable[[Transition, Tensor], Tensor]
+
+
+class Message(NamedTuple):
+    """A message: logarithms `values` (g, m, c) with the largest 0, plus `scale` and its rounding `error` (g, m, 1)."""
+
+    values: Tensor
+    scale: Tensor
+    error: Tensor
+
+    @property
+    def logs(self) -> Tensor:
+        """The logarithms (g, m, c)."""
+        return self.values + (self.error + self.scale)
+
+
+class Steps:
+    """A chain in float64 logarithms, by steps: g sets of m sequences that share parameters, c states.
+
+    Args:
+        x: log-potentials [*B, v, c].
+        transition: parameters [*B or ones, s, *own], of which leading axes may be missing.
+        p0: initial weights [*B or ones, c], likewise.
+        lengths: int64 [*B], or None for v.
+        log_params: whether parameters and p0 are logarithms.
+
+    Attributes:
+        sets: the order of sequences.
+        shape: that of a message, (g, m, c).
+        v: the number of steps.
+        device: that of all tensors.
+        ends: the number of steps of each sequence (g, m, 1), or None.
+    """
+
+    def __init__(self, x: Tensor, transition: Transition, p0: Tensor, lengths: Tensor | None, log_params: bool) -> None:
+        self.batch, self.v, self.device = x.shape[:-2], x.shape[-2], x.device
+        self.parameters = [
+            parameter[(None,) * (len(self.batch) + 1 + own - parameter.dim())]
+            for parameter, own in zip(transition.parameters, transition.own_axes, strict=True)
+        ]
+        self.sets = Sets.of(self.batch, self.parameters)
+        self.shape = self.sets.g, self.sets.m, x.shape[-1]
+        self.ends = None if lengths is None else self.sets.grouped(lengths)[..., None]
+        self._transition, self._log = transition, log_params
+        self._p0 = self.sets.grouped(p0[(None,) * (len(self.batch) + 1 - p0.dim())])
+        # all steps at once: a gradient through a look-up of each takes time quadratic in v
+        self._x = self.sets.grouped(x).unbind(2)
+        self._by_step = [self.sets.parameter(parameter).unbind() for parameter in self.parameters]
+        shared = self.v > 1 and all(len(parameter) == 1 for parameter in self._by_step)
+        self._shared = self._at(0) if shared else None
+
+    def inside(self, step: int) -> Tensor | None:
+        """Whether a sequence has a step (g, m, 1); None: all have."""
+        return None if self.ends is None else self.ends > step
+
+    def potential(self, step: int) -> Tensor:
+        """x_i (g, m, c), 0 after a sequence's end."""
+        x, inside = self._x[step].double(), self.inside(step)
+        return x if inside is None else x.masked_fill(~inside, 0.0)
+
+    def start(self) -> Tensor:
+        """log p0 (g, m, c)."""
+        return log_weights(self._p0, self._log, torch.float64)
+
+    def transition(self, step: int) -> Transition:
+        """The structure that leads into a step, with logarithms (g or 1, *own) of its parameters."""
+        return self._shared or self._at(step - 1)
+
+    def _at(self, index: int) -> Transition:
+        """The structure at an index of its step axis; parameters of sets whose sequences have all ended are 1."""
+        inside, logs = self.inside(index + 1), []
+        for parameter in self._by_step:
+            weights = parameter[index if len(parameter) > 1 else 0]
+            if inside is not None:
+                over = ~(inside.any(1) if len(weights) > 1 else inside.any().view(1, 1))
+                over = over.view(-1, *(1 for _ in weights.shape[1:]))
+                weights = weights.masked_fill(over, 0.0 if self._log else 1.0)
+            logs.append(log_weights(weights, self._log, torch.float64))
+        return self._transition.with_parameters(*logs)
+
+    def by_step(self, values: Sequence[Tensor]) -> Tensor:
+        """Values (g, m, c) of each step as `[*B, v, c]`."""
+        return self.sets.batched(torch.stack(list(values), 2))
+
+    def unused(self) -> Tensor:
+        """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""
+        return torch.stack([parameter.reshape(-1)[:0].sum().double() for parameter in self.parameters]).sum()
+
+
+def first(steps: Steps) -> Message:
+    """The forward message of the first step."""
+    weights, scale = shifted(steps.start())
+    potential = steps.potential(0)
+    # the largest x among possible first states
+    _, shift = shifted(potential.masked_fill(weights == -math.inf, -math.inf))
+    message, top = shifted(weights + (potential - shift))
+    return Message(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
+
+
+def messages(steps: Steps, apply: Apply) -> Iterator[Message]:
+    """The forward message of each step; after a sequence's end, its last."""
+    message, scale, error = first(steps)
+    yield Message(message, scale, error)
+    for step in range(1, steps.v):
+        # the largest potential is taken out first: a sum is rounded by its own size
+        potential, shift = shifted(steps.potential(step))
+        after, top = shifted(apply(steps.transition(step), message) + potential)
+        inside = steps.inside(step)
+        if inside is not None:
+            after = torch.where(inside, after, message)
+            shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
+        message = after
+        scale, error = two_sum(*two_sum(scale, error, shift), top)
+        yield Message(message, scale, error)
+
+
+def forward_messages(steps: Steps) -> Iterator[Message]:
+    """The forward messages of log-partitions, see `messages`."""
+    return messages(steps, lambda transition, message: transition.apply(message, LOG))
+
+
+def backward_messages(steps: Steps) -> list[Tensor]:
+    """The logarithms (g, m, c) of each step's backward message, 0 at and after a sequence's last step."""
+    message = torch.zeros(steps.shape, dtype=torch.float64, device=steps.device)
+    scale = error = message[..., :1]
+    logs = [message]
+    for step in reversed(range(1, steps.v)):
+        potential, shift = shifted(steps.potential(step))
+        before, top = shifted(steps.transition(step).mT.apply(message + potential, LOG))
+        inside = steps.inside(step)
+        if inside is not None:
+            before = torch.where(inside, before, message)
+            shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
+        message = before
+        scale, error = two_sum(*two_sum(scale, error, shift), top)
+        logs.append(message + (error + scale))
+    return logs[::-1]
+
+
+def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B]."""
+    forward = [message.logs for message in forward_messages(steps)]
+    log_norm = steps.sets.batched(LOG.sum(forward[-1], -1))
+    first, last = steps.by_step(forward), steps.by_step(backward_messages(steps))
+    if lengths is not None:
+        inside = torch.arange(steps.v, device=steps.device)[:, None] < lengths[..., None, None]
+        first, last = (torch.where(inside, each, -math.inf) for each in (first, last))
+    return first, last, log_norm
+
+
+def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
+    """The sum over all paths [*B]."""
+    for message in messages(steps, lambda transition, values: transition.apply(values, semiring)):
+        last = message  # one at a time in memory, unless autograd keeps them
+    value = semiring.sum(last.values, -1) + last.error[..., 0] + last.scale[..., 0]
+    return steps.sets.batched(value) + (steps.unused() if value.requires_grad else 0.0)
+
+
+def second_derivatives(
+    log_norm: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    weight: Tensor,
+    tangents: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The gradients of `sum(gradient * tangents)` with respect to the weight and to the operands, without a graph.
+
+    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands.
+    Tangents of what is impossible have no influence, even if they are NaN.
+    """
+    with autograd_in_operators(), torch.enable_grad():
+        weight, *leaves = (tensor.detach().requires_grad_() for tensor in (weight, *operands))
+        value = log_norm(*leaves)
+        first = torch.autograd.grad(value, leaves, weight.to(value.dtype), create_graph=True)
+        used = [(one, tangent) for one, tangent in zip(first, tangents, strict=True) if tangent is not None]
+        outputs = [one for one, _ in used]
+        along = [torch.where((one == 0) & ~tangent.isfinite(), 0.0, tangent).to(one.dtype) for one, tangent in used]
+        return torch.autograd.grad(outputs, [weight, *leaves], along, materialize_grads=True)
