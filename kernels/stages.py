@@ -30,23 +30,10 @@ def mapped(message: Tensor, parameter: Tensor, stage: Stage, matmul: Binary) -> 
     return from_rows(matmul(to_rows(message, stage), matrices(parameter, stage)), stage, message.shape[-2])
 
 
-def leaving_grid(stage: Stage, parameter: Tensor) -> tuple[int, ...]:
-    """The sizes of the grid behind a stage."""
-    sizes = list(stage.axes)
-    sizes[stage.contracted] = parameter.shape[-2 if stage.transposed else -1]
-    return tuple(sizes[axis] for axis in stage.order)
-
-
 def matrices(parameter: Tensor, stage: Stage) -> Tensor:
     """A parameter (*lead, *own) as matrices (*lead, blocks or 1, in, out)."""
     oriented = parameter.mT if stage.transposed else parameter
     return oriented.unsqueeze(-3) if stage.block is None else oriented
-
-
-def own_shape(gradient: Tensor, stage: Stage) -> Tensor:
-    """Matrices (*lead, blocks or 1, in, out) as a parameter (*lead, *own)."""
-    oriented = gradient.squeeze(-3) if stage.block is None else gradient
-    return oriented.mT if stage.transposed else oriented
 
 
 def _order(stage: Stage) -> list[int]:
@@ -74,11 +61,3 @@ def from_rows(rows: Tensor, stage: Stage, m: int) -> Tensor:
     leaving = [0, *(1 + axis for axis in stage.order)]  # axes of (m, *grid) as they leave
     grid = grid.permute(*range(len(lead)), *(len(lead) + order.index(axis) for axis in leaving))
     return grid.flatten(len(lead) + 1)
-
-
-def rows_behind(message: Tensor, stage: Stage, parameter: Tensor) -> Tensor:
-    """A message (g, m, c) behind a stage as the rows (g, blocks or 1, rows, out) of `from_rows`."""
-    g, m, _ = message.shape
-    back = (2 + stage.order.index(axis) for axis in range(len(stage.axes)))
-    grid = message.reshape(g, m, *leaving_grid(stage, parameter)).permute(0, 1, *back)
-    return to_rows(grid.flatten(2), stage._replace(axes=grid.shape[2:]))

@@ -1,18 +1,17 @@
 """Chains whose matrices are products of factors: log-partitions and gradients, see `scaled` for the formulas.
 
-Flagged sequences are recomputed in logarithms, forward and backward. So are all of a GPU, where no flag is read on the
-host, and those of factors whose rows would have to be permuted.
+Flagged sequences have to be computed in logarithms, forward and backward. So have all of a GPU, where no flag is read
+on the host, and those of factors whose rows would have to be permuted.
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .. import on_gpu
 from ..structured import Gradients, Structured, Walk, gradient_of_p0
-from . import log_products, scaled
+from . import scaled
 from .links import add_counts, links, multiply, operand
 from .scaled import Scan, Steps
 
@@ -28,42 +27,26 @@ def _scan(chain: Structured) -> Scan | None:
     return None if chain_links is None else Scan(chain, chain_links)
 
 
-def forward(chain: Structured, keep: bool, steps_of: type[Steps] = Steps) -> Walk:
-    """The log-partitions, and what `backward` reads: S, tables, logarithms of recomputed sequences, middles."""
+def forward(chain: Structured, keep: bool, steps_of: type[Steps] = Steps) -> Walk | None:
+    """The log-partitions, and what `backward` reads: S, tables, middles. None for what is not computed here."""
     scan = _scan(chain)
     if scan is None:
-        return log_products.forward(chain, keep)
+        return None
     log_norm, state, middles = scaled.run(scan, keep, steps_of)
-    chosen = scan.order[scan.flagged]
-    logs = state.new_empty((chain.v, len(chosen), chain.c if keep else 0), dtype=torch.float64)
-    if len(chosen):
-        if sum(tensor.numel() for tensor in middles) + logs.numel() * 8 // state.element_size() > state.numel():
-            middles = []  # two message tensors in all: they are recomputed
-        walk = log_products.forward(_selected(chain, chosen), keep)
-        log_norm[scan.flagged] = walk.log_norm
-        logs = walk.kept[0].view(logs.shape) if keep else logs
-    tensors = (state, scan.tops, scan.factors, logs, *middles) if keep else ()
+    tensors = (state, scan.tops, scan.factors, *middles) if keep else ()
     return Walk(scan.in_batch(log_norm), tensors, scan.in_batch(scan.flagged))
 
 
 def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, steps_of: type[Steps] = Steps) -> Gradients:
-    """The gradients of `sum(weight * log_norm)`; see `Gradients`."""
+    """The gradients of `sum(weight * log_norm)` over sequences that are not flagged; see `Gradients`."""
     scan = _scan(chain)
-    if scan is None:
-        return log_products.backward(chain, walk, weight, needs)
-    state, scan.tops, scan.factors, logs, *middles = walk.kept
-    weight, log_norm, scan.flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.redone))
-    alive = (weight != 0) & (log_norm != -math.inf)
-    scan.live = alive & ~scan.flagged
+    assert scan is not None
+    state, scan.tops, scan.factors, *middles = walk.kept
+    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.redone))
+    scan.flagged = flagged
+    scan.live = (weight != 0) & (log_norm != -math.inf) & ~flagged
     scan.weight = weight.masked_fill(~scan.live, 0.0)
-    gradients = _backward(scan, state, middles, needs, steps_of(scan, state))
-    which = alive & scan.flagged
-    chosen = scan.order[which]
-    if len(chosen):
-        shape = (chain.v, -1, 1, chain.c) if scan.sets.g > 1 else (chain.v, 1, -1, chain.c)
-        before = Walk(log_norm[which], (logs[:, which[scan.flagged]].view(shape),), scan.flagged[which])
-        _add(chain, gradients, log_products.backward(_selected(chain, chosen), before, weight[which], needs), chosen)
-    return gradients
+    return _backward(scan, state, middles, needs, steps_of(scan, state))
 
 
 def _backward(scan: Scan, state: Tensor, middles: list[Tensor], needs: Needs, steps: Steps) -> Gradients:
@@ -172,37 +155,3 @@ def _factored(weight: Tensor) -> tuple[float, Tensor | None]:
         return float(nonzero[0]) if len(nonzero) else 1.0, None
     factor = 2.0 ** int(torch.frexp(nonzero.abs().amax()).exponent)
     return factor, weight / factor
-
-
-def _index(chain: Structured, tensor: Tensor, chosen: Tensor) -> tuple[Tensor, ...] | None:
-    """The indices of chosen sequences along the batch axes of an operand; None if all share it."""
-    sizes = tensor.shape[: len(chain.batch)]
-    if all(size == 1 for size in sizes):
-        return None
-    places = torch.unravel_index(chosen, chain.batch)
-    return tuple(place if size > 1 else torch.zeros_like(place) for place, size in zip(places, sizes, strict=True))
-
-
-def _selected(chain: Structured, chosen: Tensor) -> Structured:
-    """The chain of the chosen sequences, indices of the flattened batch, with one batch axis."""
-
-    def of(tensor: Tensor) -> Tensor:
-        index = _index(chain, tensor, chosen)
-        return tensor[index] if index else tensor[(0,) * len(chain.batch)][None]
-
-    x, parameters = of(chain.x).expand(len(chosen), -1, -1), tuple(of(tensor) for tensor in chain.parameters)
-    ends = None if chain.ends is None else chain.ends.reshape(-1)[chosen]
-    return replace(chain, x=x, parameters=parameters, p0=of(chain.p0), ends=ends)
-
-
-def _add(chain: Structured, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
-    """Add the gradients of the chosen sequences to those of all."""
-    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
-    for total, part in zip(totals, parts, strict=True):
-        if total is None or part is None:
-            continue
-        index = _index(chain, total, chosen)
-        if index:
-            total.index_put_(index, part, accumulate=True)
-        else:
-            total += part.view(total.shape)

@@ -45,6 +45,7 @@ class Steps:
         p0: initial weights [*B or ones, c], likewise.
         lengths: int64 [*B], or None for v.
         log_params: whether parameters and p0 are logarithms.
+        entered: whether a message enters, in place of p0; then the first matrix leads into the first step.
 
     Attributes:
         sets: the order of sequences.
@@ -54,7 +55,17 @@ class Steps:
         ends: the number of steps of each sequence (g, m, 1), or None.
     """
 
-    def __init__(self, x: Tensor, transition: Transition, p0: Tensor, lengths: Tensor | None, log_params: bool) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        transition: Transition,
+        p0: Tensor,
+        lengths: Tensor | None,
+        log_params: bool,
+        *,
+        entered: bool = False,
+    ) -> None:
+        self.entered = int(entered)
         self.batch, self.v, self.device = x.shape[:-2], x.shape[-2], x.device
         self.parameters = [
             parameter[(None,) * (len(self.batch) + 1 + own - parameter.dim())]
@@ -68,7 +79,7 @@ class Steps:
         # all steps at once: a gradient through a look-up of each takes time quadratic in v
         self._x = self.sets.grouped(x).unbind(2)
         self._by_step = [self.sets.parameter(parameter).unbind() for parameter in self.parameters]
-        shared = self.v > 1 and all(len(parameter) == 1 for parameter in self._by_step)
+        shared = self.v + self.entered > 1 and all(len(parameter) == 1 for parameter in self._by_step)
         self._shared = self._at(0) if shared else None
 
     def inside(self, step: int) -> Tensor | None:
@@ -86,11 +97,11 @@ class Steps:
 
     def transition(self, step: int) -> Transition:
         """The structure that leads into a step, with logarithms (g or 1, *own) of its parameters."""
-        return self._shared or self._at(step - 1)
+        return self._shared or self._at(step - 1 + self.entered)
 
     def _at(self, index: int) -> Transition:
         """The structure at an index of its step axis; parameters of sets whose sequences have all ended are 1."""
-        inside, logs = self.inside(index + 1), []
+        inside, logs = self.inside(index + 1 - self.entered), []
         for parameter in self._by_step:
             weights = parameter[index if len(parameter) > 1 else 0]
             if inside is not None:
@@ -119,11 +130,12 @@ def first(steps: Steps) -> Message:
     return Message(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
 
 
-def messages(steps: Steps, apply: Apply) -> Iterator[Message]:
+def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Iterator[Message]:
     """The forward message of each step; after a sequence's end, its last."""
-    message, scale, error = first(steps)
-    yield Message(message, scale, error)
-    for step in range(1, steps.v):
+    message, scale, error = entering or first(steps)
+    if entering is None:
+        yield Message(message, scale, error)
+    for step in range(1 - steps.entered, steps.v):
         # the largest potential is taken out first: a sum is rounded by its own size
         potential, shift = shifted(steps.potential(step))
         after, top = shifted(apply(steps.transition(step), message) + potential)
@@ -136,9 +148,9 @@ def messages(steps: Steps, apply: Apply) -> Iterator[Message]:
         yield Message(message, scale, error)
 
 
-def forward_messages(steps: Steps) -> Iterator[Message]:
+def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[Message]:
     """The forward messages of log-partitions, see `messages`."""
-    return messages(steps, lambda transition, message: transition.apply(message, LOG))
+    return messages(steps, lambda transition, message: transition.apply(message, LOG), entering)
 
 
 def backward_messages(steps: Steps) -> list[Tensor]:

@@ -65,9 +65,39 @@ class Operands(NamedTuple):
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
-    def steps(self) -> Steps:
+    def steps(self, *, entered: bool = False) -> Steps:
         """The operands as the differentiable scan takes them."""
-        return Steps(*self)
+        return Steps(*self, entered=entered)
+
+    def part(self, start: int, stop: int) -> "Operands":
+        """The variables from `start` to before `stop`, and the matrices that lead into these."""
+        own = zip(self.transition.parameters, self.transition.own_axes, strict=True)
+        first = max(0, start - 1)
+        parameters = [
+            one if one.shape[-1 - axes] == 1 else one.narrow(-1 - axes, first, stop - 1 - first) for one, axes in own
+        ]
+        lengths = None if self.lengths is None else (self.lengths - start).clamp(0, stop - start)
+        return self.of(self.x[..., start:stop, :], self.p0, *parameters)._replace(lengths=lengths)
+
+    def batch_index(self, tensor: Tensor, chosen: Tensor) -> tuple[Tensor, ...] | None:
+        """The indices of chosen sequences along the batch axes of an operand; None if all share it."""
+        batch = self.x.shape[:-2]
+        sizes = tensor.shape[: len(batch)]
+        if all(size == 1 for size in sizes):
+            return None
+        places = torch.unravel_index(chosen, batch)
+        return tuple(place if size > 1 else torch.zeros_like(place) for place, size in zip(places, sizes, strict=True))
+
+    def selected(self, chosen: Tensor) -> "Operands":
+        """The operands of chosen sequences, indices of the flattened batch, with one batch axis."""
+
+        def of(tensor: Tensor) -> Tensor:
+            index = self.batch_index(tensor, chosen)
+            return tensor[index] if index else tensor[(0,) * (self.x.dim() - 2)][None]
+
+        x, *others = map(of, self.detached().tensors)
+        lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
+        return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
         """What a function of the exact scan in C returns for bands and arcs on a CPU, if they have values; or None."""

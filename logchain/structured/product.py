@@ -20,7 +20,7 @@ from ..operands import differentiated
 from ..rescues import report_chains
 from ..schedules.choose import check_strategy
 from ..transitions import LOG
-from . import generic
+from .logarithms import gradients as gradients_in_logarithms
 from .operands import Operands, is_blocks
 
 Needs = tuple[bool, bool, bool]
@@ -89,9 +89,20 @@ def forward(operands: Operands, keep: bool) -> Walk:
 
 def _forward(operands: Operands, keep: bool) -> Walk:
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
-    with kernels.arithmetic_on(operands.x):
+    with kernels.arithmetic_on(operands.x), torch.no_grad():
         walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
-        return walk or generic.forward(operands, keep)
+        if walk is None:
+            value = total(operands.steps()).contiguous()
+            return Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
+        chosen = _chosen(walk.redone)
+        if len(chosen):
+            walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
+        return walk
+
+
+def _chosen(mask: Tensor) -> Tensor:
+    """The sequences in a mask [*B], as indices of the flattened batch."""
+    return mask.flatten().nonzero()[:, 0]
 
 
 def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
@@ -106,14 +117,27 @@ def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_l
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
     with kernels.arithmetic_on(operands.x):
         gradients: Gradients | None = None
-        if module is not None:
+        if module is not None and walk.kept:
             gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
         if gradients is None:
-            walk = walk if len(walk.kept) == 1 else generic.forward(operands, True)
-            return generic.backward(operands, walk, weight, needs, by_log=by_log)
-    if gradients.parameters is None:
-        return gradients
-    return gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
+            return gradients_in_logarithms(operands, weight, by_log=by_log)
+        if gradients.parameters is not None:
+            gradients = gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
+        chosen = _chosen(walk.redone & (weight != 0))
+        if len(chosen):
+            part = operands.selected(chosen)
+            more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
+            _add(operands, gradients, more, chosen)
+    return gradients
+
+
+def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
+    """Add the gradients of the chosen sequences to those of all."""
+    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
+    for into, part in zip(totals, parts, strict=False):
+        if into is not None and part is not None:
+            index = operands.batch_index(into, chosen)
+            _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))
 
 
 class _LogPartition(torch.autograd.Function):

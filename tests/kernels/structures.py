@@ -1,18 +1,20 @@
 """Chains whose matrices are arcs, bands or products of factors, and a check of kernels against dense matrices."""
 
-import importlib
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from logchain import reference
+from logchain.kernels import use
 from logchain.kernels.structured import Arcs, Factors, Gradients, Stage, Structured, Walk
-from logchain.structured import generic
+from logchain.structured import product
 from logchain.structured.operands import Operands
 from logchain.transitions import Banded, Sparse
+from logchain.transitions.products import Product
+from logchain.transitions.sparse import _Graph
 from tests.contract import poisoned_memory, sum_to, unit
 
 F32, F64 = torch.float32, torch.float64
@@ -124,29 +126,42 @@ def as_logs(chain: Structured) -> Structured:
     return replace(chain, parameters=logs, p0=chain.p0.log(), log_params=True)
 
 
-def kernels(room: str, chain: Structured) -> Any:
-    """The module of a room, "cpu" or "plain", that computes a chain."""
-    factors = isinstance(chain.pattern, Factors)
-    if room == "plain" and not factors:
-        return _Generic
-    return importlib.import_module(f"logchain.kernels.{room}.{'products' if factors else 'sparse'}")
+class Room:
+    """The two passes of a chain by one room, "cpu" in C or "plain" in torch, with what both leave to logarithms."""
+
+    def __init__(self, room: str) -> None:
+        self.choice: Literal["auto", "plain"] = "auto" if room == "cpu" else "plain"
+
+    def forward(self, chain: Structured, keep: bool) -> Walk:
+        with use(self.choice, device="cpu"):
+            return product.forward(operands(chain), keep)
+
+    def backward(self, chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+        with use(self.choice, device="cpu"):
+            return product.backward(operands(chain), walk, weight, needs, by_log=chain.by_log)
 
 
-class _Generic:
-    """Bands and arcs as structures that are scanned in log space."""
+class _Product(Product):
+    """A product of factors of any pattern."""
 
-    @staticmethod
-    def forward(chain: Structured, keep: bool) -> Walk:
-        return generic.forward(operands(chain), keep)
+    def __init__(self, chain: Structured) -> None:
+        super().__init__(*chain.parameters)
+        self.states, self.pattern, self._axes = chain.c, chain.pattern, len(chain.batch) + 1
 
-    @staticmethod
-    def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
-        return generic.backward(operands(chain), walk, weight, needs, by_log=chain.by_log)
+    @property
+    def own_axes(self) -> tuple[int, ...]:
+        return tuple(parameter.dim() - self._axes for parameter in self.parameters)
 
 
 def operands(chain: Structured) -> Operands:
-    (values,), pattern = chain.parameters, chain.pattern
-    structure = Sparse(torch.stack(pattern), values, chain.c) if isinstance(pattern, Arcs) else Banded(values, pattern)
+    pattern, structure = chain.pattern, None
+    if isinstance(pattern, Factors):
+        structure = _Product(chain)
+    elif isinstance(pattern, Arcs):
+        structure = object.__new__(Sparse)  # a graph may be without arcs here
+        structure._of(chain.parameters[0], _Graph(torch.stack(pattern), chain.c))
+    else:
+        structure = Banded(chain.parameters[0], pattern)
     return Operands(chain.x, structure, chain.p0, chain.ends, chain.log_params)
 
 
@@ -157,7 +172,7 @@ def weights_of(chain: Structured) -> Tensor:
 
 def answers(room: str, chain: Structured, weight: Tensor | None = None, needs=ALL) -> tuple[Walk, Gradients]:
     """What forward and backward return; the log-partitions do not depend on what is kept."""
-    module = kernels(room, chain)
+    module = Room(room)
     walk, weight = module.forward(chain, True), torch.ones(chain.batch, dtype=F64) if weight is None else weight
     assert torch.equal(module.forward(chain, False).log_norm.nan_to_num(0.5), walk.log_norm.nan_to_num(0.5))
     return walk, module.backward(chain, walk, weight, needs)

@@ -1,0 +1,79 @@
+"""Gradients of log-partitions of structures by the scan in logarithms, in about sqrt(v) pieces of sqrt(v) steps.
+
+The messages between pieces are held, and those within a piece are computed again, with a graph.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..autograd.scan import Message, forward_messages
+from ..kernels.numbers import log_weights
+from ..kernels.structured import Gradients
+from ..transitions import LOG
+from .operands import Operands
+
+
+def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
+    """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
+    dtype, v = operands.dtype, operands.x.shape[-2]
+    operands = _without(operands, weight == 0)
+    if by_log and not operands.log_params:
+        x, p0, *weights = operands.tensors
+        logs = [log_weights(one, False, torch.float64) for one in (p0, *weights)]
+        operands = operands.of(x, *logs)._replace(log_params=True)
+    into = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in operands.tensors]
+    totals = operands.of(*into)
+    every = math.isqrt(v) + 1
+    starts, entering = range(0, v, every), list[Message]()
+    for start in starts[:-1]:
+        steps = operands.part(start, start + every).steps(entered=start > 0)
+        for message in forward_messages(steps, entering[-1] if entering else None):
+            last = message
+        entering.append(last)
+    adjoint = None
+    for start in reversed(starts):
+        stop = min(start + every, v)
+        adjoint = _add_piece(
+            operands.part(start, stop), totals.part(start, stop), weight, adjoint, entering.pop() if start else None
+        )
+    x, p0, *parameters = (total.to(dtype) for total in into)
+    return Gradients(x, tuple(parameters), p0)
+
+
+def _add_piece(
+    piece: Operands, into: Operands, weight: Tensor, adjoint: Tensor | None, entering: Message | None
+) -> Tensor | None:
+    """Add the gradients of a piece, of the adjoint of its last message (g, m, c); None is that of the log-partition.
+
+    Returns the adjoint of the message that enters, None without one.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in piece.tensors]
+    message = None if entering is None else entering.values.requires_grad_()
+    with torch.enable_grad():
+        steps = piece.of(*leaves).steps(entered=entering is not None)
+        start = None if entering is None or message is None else entering._replace(values=message)
+        for each in forward_messages(steps, start):
+            last = each.values
+        output = LOG.sum(last, -1) if adjoint is None else last
+        cotangent = steps.sets.grouped(weight.double()) if adjoint is None else adjoint
+        sources = leaves if message is None else [*leaves, message]
+        found = torch.autograd.grad(output, sources, cotangent, materialize_grads=True, allow_unused=True)
+    for total, gradient in zip(into.tensors, found, strict=False):
+        total += gradient
+    return None if message is None else found[-1]
+
+
+def _without(operands: Operands, unused: Tensor) -> Operands:
+    """Operands with weights of 1 in sequences [*B] that are not used, whose values may be NaN."""
+
+    def of(tensor: Tensor, one: float) -> Tensor:
+        axes = unused.dim()
+        shared = [axis for axis in range(axes) if tensor.shape[axis] == 1]
+        mask = unused.all(shared, keepdim=True) if shared else unused
+        return tensor.masked_fill(mask.view(*mask.shape, *(1,) * (tensor.dim() - axes)), one)
+
+    x, *weights = operands.detached().tensors
+    one = 0.0 if operands.log_params else 1.0
+    return operands.of(of(x, 0.0), *(of(each, one) for each in weights))
