@@ -90,11 +90,6 @@ class Chain:
         """The transition matrices (g, c, c) at an index, or the only ones."""
         return self.bulk[index if len(self.bulk) > 1 else 0].reshape(self.g, self.c, self.c)
 
-    def log_p0(self) -> Tensor:
-        """The logarithms of the initial weights (g, m, c), in float64."""
-        logs = self.p0.double() if self.log_params else self.p0.double().log()
-        return logs.expand(*self.lead, self.c).reshape(self.g, self.m, self.c)
-
     def relative_log_p0(self) -> tuple[Tensor, Tensor]:
         """The logarithms of the initial weights less the largest (g, m, c), and the largest (g, m, 1), in float64."""
         logs, top = relative_logs(self.p0.double(), -1, log=self.log_params)

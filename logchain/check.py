@@ -2,12 +2,10 @@
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question, check_values
+from .arguments import Lengths, check_values
+from .chain import Chain
 from .kernels.weights import check_weights
-from .operands import weights_of
-from .schedules.packed import Packed
-from .structured import answers
-from .structured.question import Question
+from .structured.operands import Operands
 from .transitions import Transition
 
 
@@ -46,18 +44,14 @@ def check(
     ...
     ValueError: bulk: expected non-negative weights, got -0.8 at [0, 1, 1]; pass log_params=True for logarithms
     """
-    if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "check")
-        answers.check(question)
-        return
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        for piece in packed:
-            check_values(*piece)
-        weights = packed.weights()
-    else:
-        ends = check_question(x, bulk, p0, log_params, lengths)
-        check_values(x, bulk, p0, ends)
-        weights = weights_of(x, bulk, p0, ends)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    chain.map(_check_batch)
     if not log_params:
-        check_weights(*weights)
+        check_weights(*chain.weights())
+
+
+def _check_batch(operands: Operands) -> None:
+    x, transition, p0, ends, _ = operands
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        axes = parameter.dim() - own
+        check_values(x, parameter.reshape(*parameter.shape[:axes], parameter.shape[axes:].numel(), 1), p0, ends)

@@ -2,12 +2,9 @@
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question
-from .autograd.entropy import entropy as entropy_of
-from .operands import arithmetic_dtype
-from .schedules.packed import Packed
-from .structured import answers
-from .structured.question import Question
+from .arguments import Lengths
+from .chain import Chain
+from .structured.entropy import entropy as entropy_of
 from .transitions import Transition
 
 
@@ -56,12 +53,5 @@ def entropy(
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins
     tensor(1.3863)
     """
-    if isinstance(bulk, Transition):
-        return answers.entropy(Question(x, bulk, p0, log_params, lengths, cu_seqlens, "entropy"))
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        entropies = packed.by_sequence([entropy_of(*piece, log_params) for piece in packed])
-    else:
-        ends = check_question(x, bulk, p0, log_params, lengths)
-        entropies = entropy_of(x, bulk, p0, ends, log_params)
-    return entropies.to(arithmetic_dtype(x, bulk, p0))
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    return chain.by_sequence(chain.map(entropy_of)).to(chain.dtype)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_lengths, check_question
-from .schedules.packed import Packed
+from .arguments import Lengths, check_lengths
+from .chain import Chain
 from .stream import Stream, StreamUpdate
 from .streams.structures import steps_between, steps_of
-from .structured import messages
-from .structured.question import Question
+from .structured.messages import filtered as filtered_by_kernels
+from .structured.operands import Operands
 from .transitions import Transition
 
 
@@ -71,19 +71,15 @@ def filtered(
             [0.0574, 0.9426],
             [0.2402, 0.7598]])
     """
-    if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "filtered")
-        x, bulk, p0, ends, _ = question.operands
-        states, log_norm = messages.filtered(question.operands) or _filtered(x, bulk, p0, ends, log_params)
-        return Filtered(question.by_row(states, 1), log_norm)
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        parts = [_filtered(*piece, log_params) for piece in packed]
-        return Filtered(
-            packed.by_row([part.states for part in parts]), packed.by_sequence([part.log_norm for part in parts])
-        )
-    ends = check_question(x, bulk, p0, log_params, lengths)
-    return _filtered(x, bulk, p0, ends, log_params)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    found = chain.map(_of_batch)
+    return Filtered(chain.by_variable([one[0] for one in found]), chain.by_sequence([one[1] for one in found]))
+
+
+def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
+    x, transition, p0, lengths, log_params = operands
+    bulk = transition if operands.dense is None else operands.dense.bulk
+    return filtered_by_kernels(operands) or _filtered(x, bulk, p0, lengths, log_params)
 
 
 def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:

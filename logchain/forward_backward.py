@@ -4,14 +4,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question
+from .arguments import Lengths
 from .autograd.chain_operators import short_of
-from .autograd.messages import messages
-from .operands import differentiated
+from .chain import Chain
+from .operands import differentiated, with_steps
 from .schedules import choose
-from .schedules.packed import Packed, PackedChain
-from .structured import answers
-from .structured.question import Question
+from .schedules.packed import PackedChain
+from .structured.messages import messages
 from .transitions import Transition
 
 
@@ -80,20 +79,12 @@ def forward_backward(
             [1., 1.],
             [1., 1.]]), tensor(0.6931))
     """
-    if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "forward_backward")
-        return Messages(*answers.forward_backward(question))
-    if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
-        short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)
+    if lengths is None and cu_seqlens is None and not isinstance(bulk, Transition) and not differentiated(x, bulk, p0):
+        short = short_of(x, with_steps(bulk), p0, log_params, wanted=choose.is_on_one_thread)
         if short is not None:
-            return Messages(*short.messages(x, bulk, p0))
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        if packed.stays and not differentiated(x, bulk, p0):
-            return Messages(*PackedChain(packed, log_params).messages())
-        parts = [Messages(*messages(*piece, log_params)) for piece in packed]
-        forward = packed.by_row([part.forward for part in parts])
-        backward = packed.by_row([part.backward for part in parts])
-        return Messages(forward, backward, packed.by_sequence([part.log_norm for part in parts]))
-    ends = check_question(x, bulk, p0, log_params, lengths)
-    return Messages(*messages(x, bulk, p0, ends, log_params))
+            return Messages(*short.messages(x, with_steps(bulk), p0))
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    if chain.in_place() and not differentiated(x, bulk, p0):
+        return Messages(*PackedChain(chain).messages())
+    forward, backward, log_norm = zip(*chain.map(messages), strict=True)
+    return Messages(chain.by_variable(forward), chain.by_variable(backward), chain.by_sequence(log_norm))

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_question
+from .arguments import Lengths, check_tensor
 from .autograd.entropy import divergence
-from .operands import arithmetic_dtype
-from .schedules.packed import Packed
+from .chain import Chain
+from .structured.operands import Operands as Batch
 
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -60,18 +60,17 @@ def kl_divergence(
         if not isinstance(operands, tuple) or len(operands) != 3:
             got = f"{len(operands)} of them" if isinstance(operands, tuple) else type(operands).__name__
             raise TypeError(f"{name}: expected a tuple (x, bulk, p0), got {got}")
-    if cu_seqlens is None:
-        ends = check_question(*p, log_params, lengths, prefix="p: ")
-        check_question(*q, log_params, lengths, prefix="q: ")
-        _check_alike(p[0], q[0])
-        divergences = divergence(p, q, ends, log_params)
-    else:
-        packed_p = Packed(*p, cu_seqlens, lengths, log_params, "p: ")
-        packed_q = Packed(*q, cu_seqlens, lengths, log_params, "q: ")
-        _check_alike(p[0], q[0])
-        pieces = zip(packed_p, packed_q, strict=True)
-        divergences = packed_p.by_sequence([divergence(a[:3], b[:3], a.lengths, log_params) for a, b in pieces])
-    return divergences.to(torch.promote_types(arithmetic_dtype(*p), arithmetic_dtype(*q)))
+        check_tensor("bulk", operands[1], 2)
+    chain_p = Chain.of(*p, log_params, lengths, cu_seqlens, prefix="p: ")
+    chain_q = Chain.of(*q, log_params, lengths, cu_seqlens, prefix="q: ")
+    _check_alike(p[0], q[0])
+    divergences = chain_p.by_sequence(chain_p.map(_of_batches, list(chain_q.batches())))
+    return divergences.to(torch.promote_types(chain_p.dtype, chain_q.dtype))
+
+
+def _of_batches(p: Batch, q: Batch) -> Tensor:
+    assert p.dense is not None and q.dense is not None
+    return divergence(p.dense[:3], q.dense[:3], p.lengths, p.log_params)
 
 
 def _check_alike(x: Tensor, other: Tensor) -> None:

@@ -4,14 +4,13 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor, check_question
-from .autograd.chain import log_norm, packed_log_norm
+from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor
+from .autograd.chain import packed_log_norm
 from .autograd.operator import checked_values
 from .autograd.paths import log_weight, packed_log_weight
-from .operands import arithmetic_dtype
-from .schedules.packed import Packed
-from .structured import answers
-from .structured.question import Question
+from .chain import Chain
+from .structured.operands import Operands
+from .structured.product import log_norm
 from .transitions import Transition
 
 
@@ -65,25 +64,26 @@ def log_prob(
     >>> log_prob(x, bulk, torch.tensor([0.5, 0.5]), paths).exp()
     tensor([0.4050, 0.0450, 0.0000])
     """
-    if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "log_prob", lambda: as_paths(states, x))
-        paths = question.padded(as_paths(states, x))
-        return answers.log_prob(question, checked_states(paths, x.shape[-1]))
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        states = checked_states(as_paths(states, x), x.shape[-1])
-        weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
-    else:
-        ends = check_question(x, bulk, p0, log_params, lengths)
-        states = as_paths(states, x)
-        if ends is not None:
-            states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    states = as_paths(states, x)
+    if chain.in_place():
         states = checked_states(states, x.shape[-1])
-        weight, norm = log_weight(x, bulk, p0, states, ends, log_params), log_norm(x, bulk, p0, ends, log_params)
+        result = _less(packed_log_weight(chain, states), packed_log_norm(chain))
+    else:
+        result = chain.by_sequence(chain.map(_of_batch, chain.paths(states)), states.dim() + 1 - x.dim())
+    return result.to(chain.dtype)
+
+
+def _of_batch(operands: Operands, states: Tensor) -> Tensor:
+    x, transition, p0, lengths, log_params = operands
+    states = checked_states(states, x.shape[-1])
+    return _less(log_weight(x, transition, p0, states, lengths, log_params), log_norm(operands))
+
+
+def _less(weight: Tensor, norm: Tensor) -> Tensor:
     # a path may be impossible because the whole sequence is: -inf - (-inf) must not become NaN
     impossible = (weight == -torch.inf) & ~norm.isnan()
-    result = torch.where(impossible, -torch.inf, weight - norm)
-    return result.to(arithmetic_dtype(x, bulk, p0))
+    return torch.where(impossible, -torch.inf, weight - norm)
 
 
 def as_paths(states: Tensor, x: Tensor) -> Tensor:

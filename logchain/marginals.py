@@ -1,19 +1,19 @@
 """Posterior marginals: probabilities of states and of transitions."""
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from .arguments import Lengths, check_choice, check_question
-from .autograd.chain import posteriors
+from .arguments import Lengths, check_choice
 from .autograd.chain_operators import short_of
-from .operands import Operands, arithmetic_dtype, differentiated
+from .chain import Chain
+from .operands import differentiated, with_steps
 from .rescues import report_chains
 from .schedules import choose
-from .schedules.packed import Packed, PackedChain
-from .structured import answers
-from .structured.question import Question
+from .schedules.packed import PackedChain
+from .structured.operands import Operands
+from .structured.product import posteriors
 from .transitions import Transition
 
 
@@ -79,37 +79,41 @@ def marginals(
     tensor([[[0.9450, 0.1050],
              [0.1900, 0.7600]]])
     """
-    if isinstance(bulk, Transition):
-        check = partial(check_choice, "transitions", transitions, (None, "sum", "full"))
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "marginals", check)
-        return Marginals(*answers.marginals(question, transitions))
-    alone = lengths is None and cu_seqlens is None
-    if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
-        short = short_of(x, bulk, p0, log_params, wanted=choose.is_sequential)
+    plain, alone = not differentiated(x, bulk, p0), lengths is None and cu_seqlens is None
+    if isinstance(bulk, Tensor) and plain and alone and (transitions is None or transitions == "sum"):
+        short = short_of(x, with_steps(bulk), p0, log_params, wanted=choose.is_sequential)
         if short is not None:
-            log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
+            log_norm, (states, expected), redone = short.posteriors(x, with_steps(bulk), p0, transitions is not None)
             report_chains(redone)
-            return Marginals(states, expected, log_norm)
+            return Marginals(states, None if expected is None else expected.view(bulk.shape), log_norm)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
     check_choice("transitions", transitions, (None, "sum", "full"))
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        plain = isinstance(log_params, bool) and not differentiated(x, bulk, p0)
-        if transitions != "full" and plain and packed.stays:
-            return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
-        options: Any = {"transitions": transitions, "log_params": log_params}
-        pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
-        counted = None
-        if transitions is not None:
-            put_back = packed.counts if transitions == "sum" else packed.by_step
-            counted = put_back([part.transitions for part in pieces if isinstance(part.transitions, Tensor)])
-        states = packed.by_row([part.states for part in pieces])
-        return Marginals(states, counted, packed.by_sequence([part.log_norm for part in pieces]))
-    ends = check_question(x, bulk, p0, log_params, lengths)
-    dtype = arithmetic_dtype(x, bulk, p0)
-    x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)
+    if isinstance(bulk, Tensor) and plain and transitions != "full" and chain.in_place():
+        states, expected, log_norm = PackedChain(chain, by_log=True).posteriors(transitions == "sum")
+        return Marginals(states, None if expected is None else expected.view(bulk.shape), log_norm)
+    values, states_of, counts_of = zip(*chain.map(partial(_of_batch, transitions=transitions)), strict=True)
+    counted: Tensor | Transition | None = None
+    if transitions is not None:
+        counts = [
+            chain.counts(parameter, i, by_step=transitions == "full")
+            for i, parameter in enumerate(zip(*counts_of, strict=True))
+        ]
+        counted = bulk.with_parameters(*counts) if isinstance(bulk, Transition) else counts[0]
+    return Marginals(chain.by_variable(states_of), counted, chain.by_sequence(values))
+
+
+def _of_batch(
+    operands: Operands, transitions: Literal["sum", "full"] | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The log-partition, state posteriors, and expected counts of each parameter, none if they are not wanted."""
     if transitions == "full":
-        *batch, v, c = x.shape
-        bulk = bulk.expand(*batch, v - 1, c, c)
-    needs = True, transitions is not None, False
-    log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
-    return Marginals(states, counts if transitions else None, log_norm.to(dtype, copy=True))
+        *batch, v, _ = operands.x.shape
+        structure = operands.transition
+        parameters = [
+            parameter.expand(*batch, v - 1, *parameter.shape[parameter.dim() - own :])
+            for parameter, own in zip(structure.parameters, structure.own_axes, strict=True)
+        ]
+        operands = operands.of(operands.x, operands.p0, *parameters)
+    value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
+    assert states is not None
+    return value.to(operands.dtype, copy=True), states, counts if transitions and counts else ()

@@ -1,7 +1,7 @@
 """The operands of a chain: as the kernels take them, their dtype, and whether gradients or transforms are active."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from . import kernels
 from .arguments import check_lengths
 from .kernels import on_gpu as on_gpu
 from .kernels.chain import Chain
-from .kernels.weights import Weights
 from .layout import Layout
 
 # the dispatch key of the vmap within `torch.autograd.grad(..., is_grads_batched=True)`
 _OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
+
+_Bulk = TypeVar("_Bulk")
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
 
@@ -60,6 +61,11 @@ def marked(chain: Chain, values: Tensor) -> Tensor:
     return values.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
 
 
+def with_steps(bulk: _Bulk) -> _Bulk:
+    """Matrices with an axis of steps, of size 1 before a single matrix [c, c]; whatever else as it is."""
+    return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
+
+
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
     return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
@@ -89,14 +95,6 @@ def is_plain(args: tuple[Any, ...]) -> bool:
         and not torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
         and _PLAIN.issuperset(map(type, args))
     )
-
-
-def weights_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None) -> list[Weights]:
-    """The weights of a chain x [*B, v, c]: `bulk`, those of it that lead into a variable of a sequence, and `p0`."""
-    return [
-        Weights("bulk", bulk, read_steps(bulk.shape[:-2], x.shape[-2], lengths)),
-        Weights("p0", p0),
-    ]
 
 
 def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .arguments import Lengths, check_float_dtype, check_question
 from .kernels import on_gpu
-from .operands import differentiated
+from .operands import differentiated, with_steps
 from .schedules import budget, choose
 from .structured.operands import check_operands
 from .structured.product import check_options as check_structured_options
@@ -80,6 +80,7 @@ def plan(
         saved = f"{bulk.multiply_adds} multiply-adds per step in place of {x.shape[-1] ** 2}"
         # a matrix with the dtype and the gradients of the parameters
         bulk = torch.cat([weights[..., :0].flatten() for weights in bulk.parameters]).sum().expand(1, *2 * x.shape[-1:])
+    bulk = with_steps(bulk)
     ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     gradients = differentiated(x, bulk, p0) if gradients is None else gradients
     size = choose.Size.of(x, bulk, p0, ends is not None)

@@ -4,18 +4,18 @@ from functools import partial
 
 from torch import Tensor
 
-from .arguments import Lengths, check_alone, check_flag, check_question
+from .arguments import Lengths, check_alone, check_flag
 from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
 from .autograd.chain_operators import short_of
 from .autograd.tree import log_norm_by_tree
-from .operands import Operands, arithmetic_dtype, differentiated
+from .chain import Chain
+from .operands import differentiated, with_steps
 from .progress import check_progress
 from .schedules import budget, choose
 from .schedules.choose import Strategy
-from .schedules.packed import Packed
-from .structured import answers
+from .structured.operands import Operands
 from .structured.product import check_options as check_structured_options
-from .structured.question import Question
+from .structured.product import log_norm as log_norm_of_structures
 from .transitions import Transition
 
 
@@ -40,9 +40,9 @@ def product(
     Args:
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
-            may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a
-            transition and has gradient 0: a trained weight that reaches 0, by a step or a clamp, stays there. Train
-            logits instead, of which `log_softmax` (with `log_params`) is never -inf. Or a structure of
+            may be of size 1 or left out; a size of 1 on the step axis, or a matrix `[c, c]`, serves every step. A zero
+            forbids a transition and has gradient 0: a trained weight that reaches 0, by a step or a clamp, stays there.
+            Train logits instead, of which `log_softmax` (with `log_params`) is never -inf. Or a structure of
             `logchain.transitions`: bands, arcs or a product of factors, whose parameters have the same leading axes,
             and none that `strategy`, `memory_budget` or `progress` would apply to.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
@@ -124,12 +124,11 @@ def product(
     ...     product(x, bulk, torch.tensor([1.0, 1.0]), memory_budget=50_000)
     tensor([0.6931])
     """
-    if isinstance(bulk, Transition):
-        check = partial(check_structured_options, strategy, memory_budget, progress)
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "product", check)
-        return answers.product(question)
+    bulk = with_steps(bulk)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
-    if alone and strategy == "auto" and progress is False:
+    if isinstance(bulk, Transition):
+        check_structured_options(strategy, memory_budget, progress)
+    elif alone and strategy == "auto" and progress is False:
         # a chain that one thread of a CPU computes is one call of C, whose arguments are cached by shapes
         keep = differentiated(x, bulk, p0)
         short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
@@ -143,19 +142,26 @@ def product(
         check_progress()
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        return packed_log_norm(packed, log_params).to(arithmetic_dtype(x, bulk, p0))
-    ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
-    dtype = arithmetic_dtype(x, bulk, p0)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens, in_pieces=memory_budget is not None)
+    if chain.packed and chain.operands.dense is not None:
+        value = packed_log_norm(chain)
+    else:
+        query = partial(_of_batch, strategy=strategy, memory_budget=memory_budget, progress=progress)
+        value = chain.by_sequence(chain.map(query))
+    return value.to(chain.dtype)
+
+
+def _of_batch(operands: Operands, strategy: str, memory_budget: int | None, progress: bool) -> Tensor:
+    if operands.dense is None:
+        return log_norm_of_structures(operands)
+    x, bulk, p0, lengths, log_params = operands.dense
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
         steps_between_checkpoints = budget.every_within(memory_budget, x, bulk, p0, keep)
         if steps_between_checkpoints is not None:
-            operands = Operands(x, bulk, p0, ends, log_params)
-            return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress).to(dtype)
+            return log_norm_in_pieces(operands.dense, steps_between_checkpoints, keep, progress)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
-        return log_norm_by_tree(x, bulk, p0, ends, log_params).to(dtype)
-    schedule = choose.of(x, bulk, p0, ends is not None, "sequential" if strategy == "tree" else strategy)
-    return log_norm(x, bulk, p0, ends, log_params, schedule=schedule, dtype=dtype)
+        return log_norm_by_tree(*operands.dense)
+    schedule = choose.of(x, bulk, p0, lengths is not None, "sequential" if strategy == "tree" else strategy)
+    return log_norm(*operands.dense, schedule=schedule, dtype=operands.dtype)

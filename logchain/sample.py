@@ -1,19 +1,20 @@
 """State paths drawn from their posterior."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_question
+from .arguments import Lengths
 from .autograd.operator import with_batch_first
-from .kernels.chain import Chain
+from .chain import Chain
+from .kernels.chain import Chain as Batch
 from .operands import chain_of
 from .rescues import report_chains
-from .schedules.packed import Packed, PackedChain
-from .structured import answers
-from .structured.question import Question
+from .schedules.packed import PackedChain
+from .structured.paths import drawn_paths
 from .transitions import Transition
 
 
@@ -72,23 +73,12 @@ def sample(
             [1, 1, 1],
             [1, 1, 1]])
     """
-    if isinstance(bulk, Transition):
-        question = Question(
-            x, bulk, p0, log_params, lengths, cu_seqlens, "sample", lambda: check_draws(num_samples, generator, x)
-        )
-        return answers.sample(question, num_samples, generator)
-    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-    ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
     check_draws(num_samples, generator, x)
-    if packed and not packed.walks_in_place(log_params):
-        options: Any = {"generator": generator, "log_params": log_params}
-        pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
-        return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
-    if packed:
+    if chain.in_place(one_matrix=True):
         with torch.no_grad(), kernels.arithmetic_on(x):
-            return _drawn(PackedChain(packed, log_params).chain, (num_samples, len(x)), generator)
-    paths: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
-    return paths
+            return _drawn(PackedChain(chain).chain, (num_samples, len(x)), generator)
+    return chain.by_variable(chain.map(partial(drawn_paths, count=num_samples, generator=generator)), 1)
 
 
 def _sample(
@@ -109,7 +99,7 @@ def _sample(
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 
-def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+def _drawn(chain: Batch, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
     residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
     report_chains(residuals.redone)

@@ -1,19 +1,18 @@
 """Semirings of log-weights, and the total weight of a chain's paths in any of them."""
 
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
-from .arguments import Lengths, check_lengths, check_question
+from .arguments import Lengths, check_lengths
 from .autograd.operator import checked_values
-from .autograd.scan import Steps
-from .autograd.scan import total as total_of_steps
-from .autograd.viterbi import best_weight
-from .operands import arithmetic_dtype, on_gpu
+from .autograd.scan import total as sum_of_paths
+from .chain import Chain
+from .operands import on_gpu
 from .product import product
-from .schedules.packed import Packed
-from .structured import answers
-from .structured.question import Question
+from .structured.operands import Operands, multiplied_out
 from .transitions import Transition
-from .transitions.dense import Dense
 from .transitions.semiring import LINEAR, LOG, MAX, Semiring
 from .viterbi import viterbi
 
@@ -63,24 +62,21 @@ def total(
     """
     if not isinstance(semiring, Semiring):
         raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
+    options: dict[str, Any] = {"log_params": log_params, "lengths": lengths, "cu_seqlens": cu_seqlens}
     if semiring is LOG:
-        return product(x, bulk, p0, log_params=log_params, lengths=lengths, cu_seqlens=cu_seqlens)
-    if isinstance(bulk, Transition):
-        if semiring is MAX:
-            return viterbi(x, bulk, p0, log_params=log_params, lengths=lengths, cu_seqlens=cu_seqlens).score
-        return answers.total(Question(x, bulk, p0, log_params, lengths, cu_seqlens, "total"), semiring)
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        return packed.by_sequence(
-            [total(*piece[:3], semiring, log_params=log_params, lengths=piece.lengths) for piece in packed]
-        )
-    ends = check_question(x, bulk, p0, log_params, lengths)
+        return product(x, bulk, p0, **options)
     if semiring is MAX:
-        weight = best_weight(x, bulk, p0, ends, log_params)[1]
-    else:
-        ends = None if ends is None else _checked_lengths(ends, x.shape[-2])
-        weight = total_of_steps(Steps(x, Dense(bulk), p0, ends, log_params), semiring)
-    return weight.to(arithmetic_dtype(x, bulk, p0))
+        return viterbi(x, bulk, p0, **options).score
+    chain = Chain.of(x, bulk, p0, **options)
+    return chain.by_sequence(chain.map(partial(_of_batch, semiring=semiring))).to(chain.dtype)
+
+
+def _of_batch(operands: Operands, semiring: Semiring) -> Tensor:
+    if operands.transition.sums:
+        operands = multiplied_out(operands)
+    if operands.lengths is not None:
+        operands = operands._replace(lengths=_checked_lengths(operands.lengths, operands.x.shape[-2]))
+    return sum_of_paths(operands.steps(), semiring)
 
 
 def _check_lengths(lengths: Tensor, v: int) -> None:

@@ -1,17 +1,15 @@
 """The k most probable state paths of a chain."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_question
-from .autograd.paths import log_weight
-from .autograd.viterbi import best_paths, packed_paths
-from .operands import arithmetic_dtype
-from .schedules.packed import Packed
-from .structured import answers
-from .structured.question import Question
+from .arguments import Lengths
+from .autograd.viterbi import packed_paths
+from .chain import Chain
+from .structured.topk import ranked_paths
 from .transitions import Transition
 
 
@@ -75,34 +73,17 @@ def topk_paths(
             [0, 0, 0],
             [1, 1, 0]]), scores=tensor([-0.1394, -0.9039, -1.5257]))
     """
-    if isinstance(bulk, Transition):
-
-        def check() -> None:
-            _check_k(k)
-            answers.check_products(bulk)
-
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "topk_paths", check)
-        return Paths(*answers.topk_paths(question, k))
-    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-    ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
     _check_k(k)
-    if packed and not packed.walks_in_place(log_params):
-        parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
-        states = packed.by_row([part.states.mT for part in parts]).mT.contiguous()
-        return Paths(states, packed.by_sequence([part.scores for part in parts]))
-    if packed:
-        states, scores, _ = packed_paths(packed, log_params, k)
-        scores = scores.mT
-    else:
-        states, unknown = best_paths(x, bulk, p0, ends, log_params, k)
-        scores = log_weight(x, bulk, p0, states.movedim(-2, 0), ends, log_params).movedim(0, -1)
-        scores = scores.masked_fill(unknown[..., None], torch.nan)
-    # scores are rounded otherwise than the messages by which the paths were found, and may be in another order
-    order = scores.detach().argsort(stable=True, dim=-1, descending=True)  # [*B, k]
-    ranks = order[..., None] if packed is None else torch.repeat_interleave(order.mT, packed.lengths, -1)
-    states = states.gather(-2, ranks.expand_as(states))
-    scores = scores.gather(-1, order)
-    return Paths(states, scores.to(arithmetic_dtype(x, bulk, p0)))
+    if chain.in_place(one_matrix=True):
+        paths, weights, _ = packed_paths(chain, k)
+        order = weights.detach().argsort(stable=True, dim=0, descending=True)  # [k, n]
+        ranks = torch.repeat_interleave(order, chain.lengths, -1)
+        return Paths(paths.gather(0, ranks), weights.gather(0, order).mT.to(chain.dtype))
+    found = chain.map(partial(ranked_paths, k=k))
+    states = chain.by_variable([one[0].movedim(-2, 0) for one in found], 1)
+    scores = chain.by_sequence([one[1] for one in found])
+    return Paths(states if chain.packed else states.movedim(0, -2), scores.to(chain.dtype))
 
 
 def _check_k(k: object) -> None:

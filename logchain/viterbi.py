@@ -4,12 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question
-from .autograd.viterbi import best_weight, packed_paths
-from .operands import arithmetic_dtype
-from .schedules.packed import Packed
-from .structured import answers
-from .structured.question import Question
+from .arguments import Lengths
+from .autograd.viterbi import packed_paths
+from .chain import Chain
+from .structured.paths import best_path
 from .transitions import Transition
 
 
@@ -70,19 +68,10 @@ def viterbi(
     >>> viterbi(x, bulk, torch.tensor([0.5, 0.5]))
     Path(states=tensor([1, 1, 1]), score=tensor(1.8606))
     """
-    if isinstance(bulk, Transition):
-        question = Question(
-            x, bulk, p0, log_params, lengths, cu_seqlens, "viterbi", lambda: answers.check_products(bulk)
-        )
-        return Path(*answers.viterbi(question))
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        if not (packed.stays and packed.walks_in_place(log_params)):
-            parts = [viterbi(*piece[:3], lengths=piece.lengths, log_params=log_params) for piece in packed]
-            states = packed.by_row([part.states for part in parts])
-            return Path(states, packed.by_sequence([part.score for part in parts]))
-        states, score, _ = packed_paths(packed, log_params, None)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    if chain.in_place(one_matrix=True):
+        states, score, _ = packed_paths(chain, None)
     else:
-        ends = check_question(x, bulk, p0, log_params, lengths)
-        states, score = best_weight(x, bulk, p0, ends, log_params)
-    return Path(states, score.to(arithmetic_dtype(x, bulk, p0)))
+        found = chain.map(best_path)
+        states, score = chain.by_variable([one[0] for one in found]), chain.by_sequence([one[1] for one in found])
+    return Path(states, score.to(chain.dtype))

@@ -41,7 +41,7 @@ ERRORS = [
     (product, ValueError, BULK + "[3, 1, 5, 4, 4]", chain(bulk=ones(3, 1, 5, 4, 4))),
     (product, ValueError, BULK + "[2, 1, 1, 5, 4, 4]", chain(bulk=ones(2, 1, 1, 5, 4, 4))),
     (product, ValueError, "bulk: expected shape [5 or 1, 4, 4] to go with x [10, 1, 6,", chain(bulk=ones(5, 4, 3))),
-    (product, ValueError, "bulk: expected at least 3 axes, got shape [4, 4]", chain(bulk=ones(4, 4))),
+    (product, ValueError, "bulk: expected at least 3 axes, got shape [4]", chain(bulk=ones(4))),
     (product, ValueError, "p0: expected shape [1 or 10, 1, 4] to go with x [10, 1, 6, 4]", chain(p0=ones(2, 1, 4))),
     (product, ValueError, "p0: expected at least 1 axes, got shape []", chain(p0=ones(()))),
     (product, ValueError, "p0: expected device cpu, got meta", chain(p0=ones(4, device="meta"))),

@@ -136,3 +136,17 @@ def test_wrong_arguments(error, message, changes):
     for function in (*functions, log_prob, from_itself):
         with pytest.raises(error, match=re.escape(message)):
             function(**{"x": X, "bulk": BULK, "p0": P0, "cu_seqlens": OFFSETS} | changes)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_single_matrix_needs_no_axis_of_steps(name, packed):
+    draw = torch.Generator().manual_seed(0)
+    x, bulk, p0 = torch.randn(4, 5, 3, generator=draw), torch.rand(3, 3, generator=draw), torch.ones(3)
+    options = {"cu_seqlens": torch.tensor([0, 5, 7, 10, 20])} if packed else {}
+    x = x.flatten(0, 1) if packed else x
+    for lengths in [{}] if packed else [{}, {"lengths": [5, 2, 3, 5]}]:
+        found, expected = (SUBJECTS[name](x, matrix, p0, **options, **lengths) for matrix in (bulk, bulk[None]))
+        for key, one in found.items():
+            assert torch.equal(one, expected[key].view(one.shape)), key
+        assert found.get("counts", bulk).shape == bulk.shape

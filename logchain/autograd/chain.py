@@ -14,12 +14,13 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import has_values, is_transformed
+from ..chain import Chain
 from ..kernels.message import Kept
 from ..operands import Operands, differentiated, is_plain
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
-from ..schedules.packed import Packed, PackedChain
+from ..schedules.packed import PackedChain
 from . import chain_operators as operators
 from .chain_functions import Gradient, LogNorm
 from .chain_operators import Gradients, Saved
@@ -96,14 +97,19 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     return value
 
 
-def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
-    """The log-partition [n] in float64 of sequences that lie one behind the other."""
-    if not packed.stays:
-        return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
-    if differentiated(*packed.operands):
-        value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))
+def packed_log_norm(packed: Chain) -> Tensor:
+    """The log-partition [n] in float64 of packed sequences with dense matrices."""
+    x, p0, bulk = packed.operands.tensors
+    if not packed.in_place():
+        return packed.by_sequence(packed.map(_of_batch))
+    if differentiated(x, bulk, p0):
+        value: Tensor = call(LogPartition, x, bulk, p0, None, packed.operands.log_params, _ByRows(packed))
         return value
-    return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
+    return PackedChain(packed).forward(False).log_norm.view(-1)
+
+
+def _of_batch(operands: Any) -> Tensor:
+    return log_norm(*operands.dense)
 
 
 class Schedule(Protocol):
@@ -196,20 +202,20 @@ class _ByRows(NamedTuple):
     Where gradients are to be differentiated again they are computed from padded batches.
     """
 
-    packed: Packed
+    packed: Chain
 
     def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
-        residuals = PackedChain(self.packed, operands.log_params).forward(True)
+        residuals = PackedChain(self.packed).forward(True)
         return residuals.log_norm.flatten().clone(), residuals[:3]
 
     def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        x, bulk, p0, _, log_params = operands
-        packed = self.packed.of(x, bulk, p0)
+        x, bulk, p0, _, _ = operands
+        packed = self.packed.of_tensors(x, p0, bulk)
         if torch.is_grad_enabled():
-            return _through_padding(packed, log_params, grad, needs)
+            return _through_batches(packed, grad, needs)
         log_norm, messages, redone = saved
         residuals = Kept(log_norm, messages, redone)
-        grad_x, grad_bulk, start = PackedChain(packed, log_params).backward(residuals, grad, needs)
+        grad_x, grad_bulk, start = PackedChain(packed).backward(residuals, grad, needs)
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_bulk = None if grad_bulk is None else grad_bulk.to(bulk.dtype)
         start = start.view(len(packed.lengths), -1)
@@ -217,10 +223,11 @@ class _ByRows(NamedTuple):
         return if_needed((grad_x, grad_bulk, grad_p0.to(p0.dtype)), needs)
 
 
-def _through_padding(packed: Packed, log_params: bool, grad: Tensor, needs: Needs) -> tuple[Any, ...]:
+def _through_batches(packed: Chain, grad: Tensor, needs: Needs) -> tuple[Any, ...]:
     """The gradients of packed operands with a graph of their own, None for one that is not needed."""
+    x, p0, bulk = packed.operands.tensors
     with torch.enable_grad():
-        value = packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
-        wanted = [operand for operand, need in zip(packed.operands, needs, strict=True) if need]
+        value = packed.by_sequence(packed.map(_of_batch))
+        wanted = [operand for operand, need in zip((x, bulk, p0), needs, strict=True) if need]
         gradients = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
     return tuple(next(gradients) if need else None for need in needs)

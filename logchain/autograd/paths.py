@@ -5,27 +5,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..schedules.packed import Packed
+from ..chain import Chain
+from ..kernels.numbers import log_weights
+from ..transitions import Transition
+from ..transitions.dense import Dense
+from ..transitions.semiring import LINEAR, LOG
+from ..transitions.transition import look_up
 
 
-def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor | None, log_params: bool) -> Tensor:
+def log_weight(
+    x: Tensor, bulk: Tensor | Transition, p0: Tensor, states: Tensor, ends: Tensor | None, log_params: bool
+) -> Tensor:
     """`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)` in float64, [*S, *B], of paths z [*S, *B, v].
 
     A path with a negative state before its sequence's end is impossible: -inf, with gradient 0.
     """
-    v = x.shape[-2]
-    steps = torch.arange(v, device=x.device)
-    inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
-    lost = inside & (states < 0)
-    states = torch.where(inside & (states >= 0), states, 0)
-    before = torch.arange(v - 1, device=x.device) if bulk.shape[-3] == v - 1 else steps[:1]
-    start = _look_up(p0, states[..., :1]).double()
-    weights = torch.cat([start, _look_up(bulk, before, states[..., :-1], states[..., 1:]).double()], -1)
-    # a weight behind the end counts as 1
-    weights = torch.where(inside, weights, 0.0 if log_params else 1.0)
-    potentials = torch.where(inside, _look_up(x, steps, states).double(), 0.0)
-    terms = torch.cat([logarithms(weights, log_params), potentials.masked_fill(lost, -torch.inf)], -1)
-    return sum_of_logs(terms, exact=torch.float64 in (x.dtype, bulk.dtype, p0.dtype))
+    transition = bulk if isinstance(bulk, Transition) else Dense(bulk)
+    inside = None if ends is None else torch.arange(x.shape[-2], device=x.device) < ends[..., None]
+    impossible = states < 0 if inside is None else inside & (states < 0)
+    states = states.clamp(min=0) if inside is None else torch.where(inside & (states >= 0), states, 0)
+
+    def read(values: Tensor, one: float) -> Tensor:
+        """Values of variables in float64; those after a sequence's end, which may be NaN, count as `one`."""
+        return values.double() if inside is None else torch.where(inside, values.double(), one)
+
+    start, pairs = look_up(p0.unsqueeze(-2), states[..., :1]), (states[..., :-1], states[..., 1:])
+    if len(transition.parameters) == 1:  # only those on the paths are converted
+        moved = transition.entries(*pairs, LOG if log_params else LINEAR)
+        weights = read(torch.cat([start.double(), moved.double()], -1), 0.0 if log_params else 1.0)
+        logs = logarithms(weights, log_params)
+    else:  # products may underflow
+        structure = transition.map(lambda weights: log_weights(weights, log_params, torch.float64))
+        logs = read(torch.cat([logarithms(start.double(), log_params), structure.entries(*pairs, LOG)], -1), 0.0)
+    potentials = read(look_up(x, states), 0.0)
+    terms = torch.cat([logs, potentials.masked_fill(impossible, -torch.inf)], -1)
+    exact = torch.float64 in {x.dtype, p0.dtype, *(parameter.dtype for parameter in transition.parameters)}
+    return sum_of_logs(terms, exact=exact)
 
 
 def sum_of_logs(terms: Tensor, *, exact: bool) -> Tensor:
@@ -33,12 +48,14 @@ def sum_of_logs(terms: Tensor, *, exact: bool) -> Tensor:
     return _sum(terms, lambda a: a.sum(-1), lambda a: a[..., None], exact)
 
 
-def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tensor:
-    """The `log_weight` [*S, n] of paths [*S, total] of sequences that lie one behind the other."""
-    x, bulk, p0 = packed.x, packed.bulk, packed.p0
-    n, rows = len(packed.lengths), torch.arange(len(x), device=x.device)
-    sequence = torch.repeat_interleave(packed.lengths).to(x.device)  # (total)
-    first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, packed.starts.to(x.device), True)
+def packed_log_weight(chain: Chain, states: Tensor) -> Tensor:
+    """The `log_weight` [*S, n] of paths [*S, total] of packed sequences with dense matrices."""
+    dense = chain.operands.dense
+    assert dense is not None
+    x, bulk, p0, _, log_params = dense
+    n, rows = len(chain.lengths), torch.arange(len(x), device=x.device)
+    sequence = torch.repeat_interleave(chain.lengths).to(x.device)  # (total)
+    first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, chain.starts.to(x.device), True)
     lost, states = states < 0, states.clamp(min=0)
     start = p0.expand(n, -1)[sequence, states].double()
     moved = bulk[rows if len(bulk) > 1 else 0, states.roll(1, -1), states].double()
@@ -86,13 +103,3 @@ def logarithms(weights: Tensor, log_params: bool) -> Tensor:
         return weights
     zero = weights == 0
     return torch.where(zero, 1.0, weights).log().masked_fill(zero, -torch.inf)
-
-
-def _look_up(operand: Tensor, *index: Tensor) -> Tensor:
-    """Entries [*S, *B, k] of an operand [*B or ones, ...], whose last axes are indexed."""
-    lead = operand.dim() - len(index)
-    places = [
-        torch.arange(size, device=operand.device).view(-1, *(1,) * (lead - axis))
-        for axis, size in enumerate(operand.shape[:lead])
-    ]
-    return operand[(*places, *index)]

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..chain import Chain
 from ..operands import chain_of
-from ..schedules.packed import Packed, PackedChain
+from ..schedules.packed import PackedChain
 from .operator import operator, with_batch_first
-from .paths import log_weight, packed_log_weight
+from .paths import packed_log_weight
 
 
 def best_paths(
@@ -23,26 +24,20 @@ def best_paths(
     return states, unknown
 
 
-def best_weight(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
-    """The best path [*B, v] and its log-weight [*B] in float64, NaN for a sequence that holds NaN or +inf."""
-    states, unknown = best_paths(x, bulk, p0, lengths, log_params, None)
-    return states, log_weight(x, bulk, p0, states, lengths, log_params).masked_fill(unknown, torch.nan)
-
-
-def packed_paths(packed: Packed, log_params: bool, k: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def packed_paths(packed: Chain, k: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """The best path [total], or the k best [k, total], their log-weights [n] or [k, n], and which are unknown [n].
 
-    Only for sequences for which `Packed.walks_in_place` is true. Log-weights are float64.
+    Only for sequences that lie `in_place` with one matrix. Log-weights are float64.
     """
-    detached = packed.of(packed.x.detach(), packed.bulk.detach(), packed.p0.detach())
-    chain = PackedChain(detached, log_params).chain
+    detached = packed.of_tensors(*(tensor.detach() for tensor in packed.operands.tensors))
+    chain = PackedChain(detached).chain
     with kernels.arithmetic_on(chain.x):
         if k is None:
             states, unknown = kernels.path_kernels(chain.x).paths(chain, len(chain.x))
         else:
             states, unknown = kernels.topk_kernels(chain.x).paths(chain, len(chain.x), k)
     unknown = unknown.view(-1)
-    return states, packed_log_weight(packed, states, log_params).masked_fill(unknown, torch.nan), unknown
+    return states, packed_log_weight(packed, states).masked_fill(unknown, torch.nan), unknown
 
 
 def _forward(

@@ -17,7 +17,7 @@ from ..arguments import (
     tensor_of,
 )
 from ..kernels.weights import check_weights
-from ..structured.answers import check_products
+from ..structured.operands import check_products
 from ..transitions import Transition
 from .piece import Piece, RawPiece, only_used
 from .structures import Matrices, each, parts

@@ -15,8 +15,12 @@ def entropy(operands: Operands) -> Tensor:
     """`log Z - E[log w(z)]` [*B] in float64, differentiable once; 0 where no path is possible.
 
     The mean log-weight of a path is the sum of all logarithms, each times the expected number of its uses. That holds
-    where entries are products of parameters; see `entropy_of_sums` for others.
+    where entries are products of parameters; others are multiplied out.
     """
+    if operands.transition.sums:
+        operands = multiplied_out(operands)
+    if operands.dense is not None:
+        return entropy_of_dense(*operands.dense)
     if operands.x.numel() == 0:
         return log_norm(operands)
     x, p0, *parameters = operands.tensors
@@ -38,9 +42,3 @@ def entropy(operands: Operands) -> Tensor:
         terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
         mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
     return torch.where(total == -math.inf, 0.0, total - mean)
-
-
-def entropy_of_sums(operands: Operands) -> Tensor:
-    """The entropy [*B] of a chain whose entries are sums, multiplied out as logarithms in float64."""
-    x, transition, p0, ends, _ = multiplied_out(operands)
-    return entropy_of_dense(x, transition.parameters[0], p0, ends, True)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..autograd.messages import messages as dense_messages
 from ..autograd.scan import both_messages
 from ..operands import differentiated
 from .operands import Operands
@@ -12,6 +13,8 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     All are computed in float64, and of the dtype of the arithmetic.
     """
+    if operands.dense is not None:
+        return dense_messages(*operands.dense)
     found = None if differentiated(*operands.tensors) else operands.in_c("messages")
     if found is not None:
         first, second, value = (each.to(operands.dtype) for each in found)
@@ -23,7 +26,9 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def filtered(operands: Operands) -> tuple[Tensor, Tensor] | None:
     """Forward messages [*B, v, c] with sum 1, or 0 if impossible, and the log-partition [*B], where C computes them."""
-    found = None if differentiated(*operands.tensors) else operands.in_c("filtered")
+    if operands.dense is not None or differentiated(*operands.tensors):
+        return None
+    found = operands.in_c("filtered")
     if found is None:
         return None
     states, log_norm = (each.to(operands.dtype) for each in found)

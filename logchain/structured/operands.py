@@ -21,6 +21,7 @@ from ..autograd.scan import Steps
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Factors, Stage, Structured
+from ..operands import Operands as DenseOperands
 from ..transitions import Transition
 from ..transitions.dense import Dense
 
@@ -44,6 +45,13 @@ class Operands(NamedTuple):
         """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
         return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
+    @property
+    def dense(self) -> DenseOperands | None:
+        """The operands with a tensor in place of a dense transition; None for a structure."""
+        if not isinstance(self.transition, Dense):
+            return None
+        return DenseOperands(self.x, self.transition.parameters[0], self.p0, self.lengths, self.log_params)
+
     def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
         """The operands with other tensors of the same shapes."""
         return self._replace(x=x, p0=p0, transition=self.transition.with_parameters(*parameters))
@@ -57,11 +65,10 @@ class Operands(NamedTuple):
         nothing: Any = None
         return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
 
-    def chain(self, *, by_log: bool = False, generic: bool = False) -> Structured:
-        """The operands as kernels take them, or if `generic` as of any structure; see `Structured.by_log`."""
-        x, p0, *given = self.detached().tensors
-        parameters = tuple(given) if generic else self.transition.to_pattern(tuple(given))
-        pattern = None if generic else self.transition.pattern
+    def chain(self, *, by_log: bool = False) -> Structured:
+        """The operands as kernels take them; see `Structured.by_log`."""
+        x, p0, *values = self.detached().tensors
+        parameters, pattern = self.transition.to_pattern(tuple(values)), self.transition.pattern
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
@@ -154,3 +161,13 @@ def multiplied_out(operands: Operands) -> Operands:
     logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
     matrices = Dense(logs.to_dense(log_params=True))
     return Operands(x.double(), matrices, log_weights(p0, log_params, torch.float64), lengths, True)
+
+
+def check_products(transition: Transition, argument: str = "bulk") -> None:
+    """Raise TypeError for a structure whose entries are sums."""
+    if transition.sums:
+        name = type(transition).__name__
+        raise TypeError(
+            f"{argument}: expected a structure whose entries are products, got {name}: its entries are sums, through "
+            f"which there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
+        )

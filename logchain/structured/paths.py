@@ -13,35 +13,20 @@ import math
 import torch
 from torch import Tensor
 
-from ..autograd.paths import sum_of_logs
+from ..autograd.paths import log_weight
 from ..autograd.scan import Message, Steps, forward_messages, messages
-from ..kernels.numbers import log_weights
-from ..transitions import LINEAR, LOG, Transition
-from ..transitions.transition import look_up, pick
-from .operands import Operands
+from ..autograd.viterbi import best_paths as dense_best_paths
+from ..transitions import LOG, Transition
+from ..transitions.transition import pick
+from .operands import Operands, check_products
 
 
-def log_weight(operands: Operands, states: Tensor) -> Tensor:
-    """`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)` in float64, [*S, *B], of paths z [*S, *B, v].
-
-    A path with a negative state before its sequence's end is impossible: -inf, with gradient 0.
-    """
-    x, transition, p0, ends, log_params = operands
-    steps = torch.arange(x.shape[-2], device=x.device)
-    inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
-    lost, states = inside & (states < 0), torch.where(inside & (states >= 0), states, 0)
-    start = log_weights(look_up(p0.unsqueeze(-2), states[..., :1]), log_params, torch.float64)
-    if len(transition.parameters) == 1:  # only those on the paths are converted
-        weights = transition.entries(states[..., :-1], states[..., 1:], LOG if log_params else LINEAR)
-        moved = log_weights(weights, log_params, torch.float64)
-    else:  # products may underflow
-        logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
-        moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
-    # parameters of steps after a sequence's end may hold NaN
-    weights = torch.where(inside, torch.cat([start, moved.expand(*states.shape[:-1], -1)], -1), 0.0)
-    potentials = torch.where(inside, look_up(x, states).double(), 0.0)
-    terms = torch.cat([weights, potentials.masked_fill(lost, -math.inf)], -1)
-    return sum_of_logs(terms, exact=operands.dtype == torch.float64)
+def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
+    """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for an unknown sequence."""
+    x, transition, p0, lengths, log_params = operands
+    check_products(transition)
+    states, unknown = best_paths(operands)
+    return states, log_weight(x, transition, p0, states, lengths, log_params).masked_fill(unknown, math.nan)
 
 
 def best_walk(steps: Steps) -> tuple[list[Message], list[Tensor]]:
@@ -64,6 +49,8 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
     States are -1 behind a sequence's end, of impossible and of unknown sequences.
     """
+    if operands.dense is not None:
+        return dense_best_paths(*operands.dense, None)
     best: tuple[Tensor, Tensor] | None = operands.in_c("best_paths")
     if best is not None:
         return best
@@ -80,9 +67,16 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
     return states, steps.sets.batched(weight.isnan() | (weight == math.inf))
 
 
+@torch.no_grad()
 def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
     """Paths int64 [count, *B, v] drawn from the posterior; states are -1 behind a sequence's end, and if impossible."""
     x = operands.x
+    if operands.dense is not None:
+        *tensors, log_params = operands.dense
+        paths: Tensor = torch.ops.logchain.sample(*tensors, count, generator, log_params)
+        return paths
+    if count == 0 or x.numel() == 0:
+        return x.new_empty((count, *x.shape[:-1]), dtype=torch.int64)
     numbers = x.new_empty((count, *x.shape[:-1]), dtype=torch.float64).uniform_(generator=generator)
     drawn: Tensor | None = operands.in_c("draws", numbers)
     if drawn is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_choice, has_values
 from ..autograd.chain import log_norm as dense_log_norm
+from ..autograd.chain import posteriors as dense_posteriors
 from ..autograd.operator import call
 from ..autograd.scan import second_derivatives, total
 from ..kernels.numbers import log_weights
@@ -28,6 +29,8 @@ Needs = tuple[bool, bool, bool]
 
 def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
+    if operands.dense is not None:
+        return dense_log_norm(*operands.dense)
     if operands.x.numel() == 0:  # nothing but a graph
         nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
         return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
@@ -55,8 +58,14 @@ def _of_blocks(operands: Operands) -> Tensor:
 def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     """The log-partition [*B] in float64, and the expected counts of states, parameters and first states.
 
-    They are gradients with respect to x and to logarithms of parameters and p0, and differentiable once.
+    They are gradients with respect to x and to logarithms of parameters and p0, of the dtype of the arithmetic, and
+    differentiable once.
     """
+    if operands.dense is not None:
+        wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
+        assert wide.dense is not None
+        value, (x, bulk, p0) = dense_posteriors(wide.dense, needs)
+        return value, Gradients(x, (bulk,), p0)
     if operands.x.numel() == 0:
         value = log_norm(operands)
         # a sum of nothing, with the graph of a sum

@@ -15,9 +15,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..autograd.paths import log_weight
 from ..autograd.scan import Steps
-from .operands import Operands
+from ..autograd.viterbi import best_paths as dense_best_paths
+from .operands import Operands, check_products
 from .paths import best_walk, possible
+
+
+def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
+    """The k best paths int64 [*B, k, v], -1 where there is no state, and their log-weights [*B, k] in falling order."""
+    x, transition, p0, lengths, log_params = operands
+    check_products(transition)
+    if operands.dense is not None:
+        states, unknown = dense_best_paths(*operands.dense, k)
+    else:
+        states, unknown = topk_paths(operands, k)
+    scores = log_weight(x, transition, p0, states.movedim(-2, 0), lengths, log_params).movedim(0, -1)
+    scores = scores.masked_fill(unknown[..., None], math.nan)
+    # scores are rounded otherwise than the messages by which the paths were found, and may be in another order
+    order = scores.detach().argsort(stable=True, dim=-1, descending=True)
+    return states.gather(-2, order[..., None].expand_as(states)), scores.gather(-1, order)
 
 
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,295 @@
+"""The arguments of a query, checked once: a batch of sequences, or packed ones, one after the other.
+
+Packed sequences are computed in padded batches of similar lengths; on a CPU, one call of C can take them in place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .arguments import Lengths, check_flag, check_has_values, check_question, check_signs, check_tensor
+from .kernels.weights import Weights, check_weights, has_negative
+from .operands import at_hand, is_plain, read_steps, with_steps
+from .schedules.choose import Size, choose
+from .structured.eager import between_graphs
+from .structured.operands import Operands, check_operands
+from .transitions import Transition
+from .transitions.dense import Dense
+
+# how many times its length a sequence may be padded to
+_PADDING = 1.25
+
+_Result = TypeVar("_Result")
+
+
+class Chain:
+    """The operands of a query.
+
+    Attributes:
+        operands: those of a batch; of packed sequences x [total, c], parameters [*own] or [1 or total, *own], and p0
+            [c] or [n, c].
+        starts, lengths: of packed sequences the first row and the number of rows of each (n), on the host.
+        packed: whether sequences are packed.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+
+    def __init__(self, operands: Operands, bounds: tuple[Tensor, Tensor] | None, p0: Tensor, bulk: Transition) -> None:
+        self.operands, self.packed, self._p0, self._bulk = operands, bounds is not None, p0, bulk
+        if bounds is not None:
+            self.starts, self.lengths = bounds[0], bounds[1] - bounds[0]
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        bulk: Tensor | Transition,
+        p0: Tensor,
+        log_params: bool,
+        lengths: Lengths | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        prefix: str = "",
+        in_pieces: bool = False,
+    ) -> "Chain":
+        """The arguments, checked; `prefix` comes before their names in errors, `in_pieces` as in `check_chain`."""
+        if isinstance(bulk, Transition):
+            return _of_structure(x, bulk, p0, log_params, lengths, cu_seqlens)
+        matrix, bulk = bulk, with_steps(bulk)
+        if cu_seqlens is None:
+            ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=in_pieces, prefix=prefix)
+            return cls(Operands(x, Dense(bulk), p0, ends, log_params), None, p0, Dense(matrix))
+        bounds = _bounds(x, log_params, lengths, cu_seqlens)
+        total, n, c = len(x), len(bounds[0]), x.shape[-1]
+        check_tensor("bulk", bulk, 3)
+        check_tensor("p0", p0, 1)
+        if bulk.shape not in ((1, c, c), (total, c, c)):
+            expected = f"[1 or {total}, {c}, {c}]"
+            raise ValueError(f"bulk: expected shape {expected} to go with cu_seqlens, got {list(bulk.shape)}")
+        if p0.shape not in ((c,), (n, c)):
+            raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
+        check_signs(bulk if total > n else None, p0, log_params, prefix)
+        return cls(Operands(x, Dense(bulk), p0, None, log_params), bounds, p0, Dense(matrix))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        return self.operands.dtype
+
+    def of_tensors(self, *tensors: Tensor) -> "Chain":
+        """The same sequences with other operands of the same shapes: x, p0 and the parameters."""
+        chain = copy(self)
+        chain.operands = self.operands.of(*tensors)
+        return chain
+
+    # ------------------------------------------------------------------------------------------------- batches
+
+    def batches(self) -> Iterator[Operands]:
+        """The operands of the batch, or of batches of packed sequences, the longest first."""
+        if self.packed:
+            yield from map(self._batch, self._groups)
+        else:
+            yield self.operands
+
+    def map(self, query: Callable[..., _Result], *others: list[Any]) -> list[_Result]:
+        """The results of a query of the operands of each batch, and of what `others` have for each."""
+        if isinstance(self.operands.transition, Dense):
+            return [query(*arguments) for arguments in zip(self.batches(), *others, strict=True)]
+        return _between_graphs(self, query, *others)
+
+    def by_sequence(self, values: Sequence[Tensor], lead: int = 0) -> Tensor:
+        """Values [*B, ...] or [n, ...], from those of the sequences of each batch (k, ...), after `lead` other axes."""
+        if not self.packed:
+            return values[0]
+        place = torch.argsort(torch.cat(self._groups)).to(values[0].device)
+        return torch.cat(list(values), lead).index_select(lead, place)
+
+    def by_variable(self, values: Sequence[Tensor], lead: int = 0) -> Tensor:
+        """Values [*B, v, ...] or [total, ...], from those of the variables of each batch (k, v, ...).
+
+        `lead`: the number of axes before these.
+        """
+        if not self.packed:
+            return values[0]
+        rows, parts = [], []
+        for members, value in zip(self._groups, values, strict=True):
+            inside = torch.arange(value.shape[lead + 1], device="cpu") < self.lengths[members][:, None]
+            # as numbers, since a mask on a device without values has no known number of rows
+            inside = inside.flatten().nonzero()[:, 0].to(value.device)
+            rows.append(self._rows(members).flatten().to(value.device)[inside])
+            parts.append(value.flatten(lead, lead + 1).index_select(lead, inside))
+        return torch.cat(parts, lead).index_select(lead, torch.argsort(torch.cat(rows)))
+
+    def counts(self, values: Sequence[Tensor], parameter: int, *, by_step: bool) -> Tensor:
+        """Expected counts in the shape of a parameter, from those of each batch; `by_step`: one for each step."""
+        given = self._bulk.parameters[parameter]
+        if not self.packed:
+            return values[0] if by_step else values[0].reshape(given.shape)
+        if not (by_step or self._by_row(parameter)):
+            return torch.stack(list(values)).sum(0).reshape(given.shape)
+        # no transition leads into a first row
+        first = [value.new_zeros(len(value), 1, *value.shape[2:]) for value in values]
+        return self.by_variable([torch.cat(pair, 1) for pair in zip(first, values, strict=True)])
+
+    def paths(self, states: Tensor) -> list[Tensor]:
+        """Paths [*S, *B, v] or [*S, total] of the sequences of each batch [*S, k, v]; -1 after a sequence's end."""
+        if not self.packed:
+            return [_inside(states, self.operands.lengths)]
+        return [
+            _inside(states[..., self._rows(members).to(states.device)], self.lengths[members].to(states.device))
+            for members in self._groups
+        ]
+
+    @cached_property
+    def _groups(self) -> list[Tensor]:
+        """The sequences of each batch, by number."""
+        order = torch.argsort(self.lengths, descending=True, stable=True)
+        groups, first = [], 0
+        longest = self.lengths[order].tolist()
+        for i in range(1, len(order) + 1):
+            if i == len(order) or longest[i] * _PADDING < longest[first]:
+                groups.append(order[first:i])
+                first = i
+        return groups
+
+    def _rows(self, members: Tensor) -> Tensor:
+        """The rows of each member (k, v), its last one again after its end."""
+        lengths = self.lengths[members]
+        steps = torch.minimum(torch.arange(int(lengths[0]), device="cpu"), lengths[:, None] - 1)
+        return self.starts[members][:, None] + steps
+
+    def _by_row(self, parameter: int) -> bool:
+        """Whether a parameter has values for each row."""
+        return self._bulk.leads[parameter] not in ((), (1,))
+
+    def _batch(self, members: Tensor) -> Operands:
+        x, transition, p0, _, log_params = self.operands
+        lengths, rows = self.lengths[members], self._rows(members)
+        start, end = int(rows[0, 0]), int(rows[0, -1]) + 1
+        rows = rows.to(x.device)
+        alone = len(members) == 1  # views
+        parameters = []
+        for i, (parameter, own) in enumerate(zip(transition.parameters, transition.own_axes, strict=True)):
+            if not self._by_row(i):
+                parameters.append(parameter.reshape(1, 1, *parameter.shape[parameter.dim() - own :]))
+            else:
+                parameters.append(parameter[start + 1 : end][None] if alone else parameter[rows[:, 1:]])
+        start_weights = p0[None] if p0.dim() == 1 else p0[members.to(p0.device)]
+        x = x[start:end][None] if alone else x[rows]
+        alike = bool((lengths == lengths[0]).all())
+        structure = transition.with_parameters(*parameters)
+        return Operands(x, structure, start_weights, None if alike else lengths.to(x.device), log_params)
+
+    # ------------------------------------------------------------------------------------------------- in place
+
+    def in_place(self, *, one_matrix: bool = False) -> bool:
+        """Whether kernels take packed sequences where they lie, as they can on a CPU.
+
+        Few long ones are cut into segments as batches, but for queries of chains with one matrix.
+        """
+        tensors = self.operands.tensors
+        if not (self.packed and isinstance(self.operands.transition, Dense) and is_plain(tensors)):
+            return False
+        if self.operands.x.numel() == 0 or not all(kernels.in_c(one) for one in tensors):
+            return False
+        return not self._by_row(0) if one_matrix else not self._in_segments
+
+    @cached_property
+    def _in_segments(self) -> bool:
+        n, v, c = len(self.lengths), int(self.lengths.max()), self.operands.x.shape[-1]
+        if self._by_row(0) and len(self._groups) < n:  # matrices would have to be copied
+            return False
+        size = Size(n, v, c, self.dtype.itemsize, not self._by_row(0), lengths=False)
+        return choose(size, False, "auto")[0].segments > 1
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> list[Weights]:
+        """The weights as they were passed, of which the transitions into variables are read."""
+        weights, structure, x = [], self._bulk, self.operands.x
+        names = ["bulk"] if isinstance(structure, Dense) else [f"bulk.{name}" for name in structure.names]
+        parts = zip(structure.parameters, structure.leads, structure.used, strict=True)
+        for i, (parameter, lead, used) in enumerate(parts):
+            if self.packed:  # no transition leads into a first row
+                rows = torch.ones(len(x), dtype=torch.bool, device=parameter.device)
+                rows[self.starts.to(rows.device)] = False
+                read: Tensor | None = rows if self._by_row(i) else rows.any(0, keepdim=bool(lead))
+            else:
+                read = read_steps(lead or (1,), x.shape[-2], self.operands.lengths)
+                read = read if read is None or len(lead) else read[0]
+            if used is not None:
+                every = torch.ones(lead, dtype=torch.bool, device=used.device) if read is None else read
+                read = every.view(*every.shape, *(1,) * used.dim()) & used
+            weights.append(Weights(names[i], parameter, read))
+        return [*weights, Weights("p0", self._p0)]
+
+
+def _inside(states: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return states
+    return torch.where(torch.arange(states.shape[-1], device=states.device) < lengths[..., None], states, -1)
+
+
+@between_graphs
+def _between_graphs(chain: Chain, query: Callable[..., _Result], *others: list[Any]) -> list[_Result]:
+    return [query(*arguments) for arguments in zip(chain.batches(), *others, strict=True)]
+
+
+@between_graphs
+def _of_structure(
+    x: Tensor,
+    bulk: Transition,
+    p0: Tensor,
+    log_params: bool,
+    lengths: Lengths | None,
+    cu_seqlens: Tensor | None,
+) -> Chain:
+    if cu_seqlens is None:
+        chain = Chain(check_operands(x, bulk, p0, log_params, lengths), None, p0, bulk)
+    else:
+        bounds = _bounds(x, log_params, lengths, cu_seqlens)
+        check_tensor("p0", p0, 1, like=x)
+        if p0.dim() > 1 and p0.shape[0] != len(bounds[0]):
+            raise ValueError(f"p0: expected [c] or [{len(bounds[0])}, c] to go with cu_seqlens, got {list(p0.shape)}")
+        for parameter, lead in zip(bulk.parameters, bulk.leads, strict=True):
+            check_tensor("bulk", parameter, 1, like=x)
+            if lead not in ((), (1,), (len(x),)):
+                expected = f"leading axes [] or [1] or [{len(x)}] before {list(parameter.shape[len(lead) :])}"
+                raise ValueError(f"bulk: expected {expected} to go with cu_seqlens, got {list(parameter.shape)}")
+        chain = Chain(Operands(x, bulk, p0, None, log_params), bounds, p0, bulk)
+        # as a batch of one sequence, whose sizes have the same errors
+        pairs = zip(bulk.parameters, bulk.leads, strict=True)
+        shared = bulk.with_parameters(*(one[None, :1] if lead else one for one, lead in pairs))
+        check_operands(x[None], shared, p0[:1] if p0.dim() > 1 else p0, log_params, None)
+    if not log_params and kernels.in_c(x) and at_hand(*chain.operands.tensors):
+        is_one = [len(lead) == 0 or lead[-1] == 1 for lead in bulk.leads]
+        for weights, is_shared in zip(chain.weights(), (*is_one, True), strict=True):
+            if is_shared and has_negative(weights.values):
+                check_weights(weights)
+    return chain
+
+
+def _bounds(x: Tensor, log_params: bool, lengths: object, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows where each sequence starts and ends, on the host."""
+    check_flag("log_params", log_params)
+    if lengths is not None:
+        raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
+    check_tensor("x", x, 2)
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected a torch.Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected int32 or int64, got {str(cu_seqlens.dtype)[6:]}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape [total, c] to go with cu_seqlens, got {list(x.shape)}")
+    check_has_values("cu_seqlens", cu_seqlens)
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    good = bounds.dim() == 1 and len(bounds) >= 2 and bounds[0] == 0 and bounds[-1] == len(x)
+    if not good or not (bounds.diff() > 0).all():
+        raise ValueError(f"cu_seqlens: expected rising integers from 0 to {len(x)}, got {cu_seqlens.tolist()}")
+    return bounds[:-1], bounds[1:]
