@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from . import kernels
+from .internals import is_fake, is_transformed
 from .kernels.weights import Weights, check_weights, has_negative
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -17,15 +17,9 @@ Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
 _CHECKED = 2**20
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func`, or a forward derivative, is being taken."""
-    stack = torch._C._functorch.peek_interpreter_stack()
-    return stack is not None or torch.autograd.forward_ad._current_level >= 0
-
-
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values: it is neither on the meta device nor a fake one."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def check_has_values(name: str, value: Tensor) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_flag, check_has_values, check_question, check_signs, check_tensor
+from .internals import between_graphs
 from .kernels.weights import Weights, check_weights, has_negative
 from .operands import at_hand, is_plain, read_steps, with_steps
 from .schedules.choose import Size, choose
-from .structured.eager import between_graphs
 from .structured.operands import Operands, check_operands
 from .transitions import Transition
 from .transitions.dense import Dense

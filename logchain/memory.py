@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from . import kernels
+from .internals import tree_leaves
 
 __all__ = ["Memory", "MemoryReport", "peak_bytes", "report"]
 

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import check_lengths
+from .internals import is_intercepted
 from .kernels import on_gpu as on_gpu
 from .kernels.chain import Chain
 from .layout import Layout
-
-# the dispatch key of the vmap within `torch.autograd.grad(..., is_grads_batched=True)`
-_OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 _Bulk = TypeVar("_Bulk")
 
@@ -87,14 +85,7 @@ def differentiated(*args: Any) -> bool:
 
 def is_plain(args: tuple[Any, ...]) -> bool:
     """Whether arguments are plain tensors, and no dispatch mode, function transform or compiler is active."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and not torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
-        and _PLAIN.issuperset(map(type, args))
-    )
+    return not torch.compiler.is_compiling() and not is_intercepted() and _PLAIN.issuperset(map(type, args))
 
 
 def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import has_values, is_transformed
+from ..arguments import has_values
 from ..chain import Chain
+from ..internals import is_transformed
 from ..kernels.message import Kept
 from ..operands import Operands, differentiated, is_plain
 from ..rescues import report_chains

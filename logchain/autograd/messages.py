@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..internals import autograd_in_operators
 from ..operands import arithmetic_dtype, chain_of, marked
 from ..transitions.dense import Dense
 from .operator import (
@@ -13,7 +14,6 @@ from .operator import (
     Saving,
     apply,
     as_one,
-    autograd_in_operators,
     call,
     if_needed,
     of_each,

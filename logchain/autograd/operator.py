@@ -6,18 +6,14 @@ derivatives are the Function's at each level of `torch.func`, which torch's own 
 nothing traces or transforms, `call` skips torch's dispatcher, which takes longer than a small chain.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.autograd.function import _SingleLevelFunction
 
+from ..internals import SingleLevelFunction, below_autograd, enable_single_level_autograd_function, may_be_compiled
 from ..kernels import arithmetic_on
 from ..operands import differentiated, is_plain
 
@@ -93,13 +89,13 @@ def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
 def call(function: Any, *args: Any) -> Any:
     """The outputs of a Function; tensors that need no gradient skip autograd and torch's dispatcher."""
     if function.setup_context is torch.autograd.Function.setup_context:
-        loaded = not torch.compiler.is_compiling() and "torch._dynamo" in sys.modules
+        loaded = not torch.compiler.is_compiling() and may_be_compiled()
         return (_untraced(function) if loaded else function).apply(*args)
     if not is_plain(args):
         return _registered.get(function, function.apply)(*args)
     if differentiated(*args):
         eager = _eager(function)
-        return (_untraced(eager) if "torch._dynamo" in sys.modules else eager).apply(*args)
+        return (_untraced(eager) if may_be_compiled() else eager).apply(*args)
     return _computed.get(function, function.forward)(*args)
 
 
@@ -122,10 +118,7 @@ def _eager(function: Any) -> Any:
 
 @cache
 def _untraced(function: Any) -> Any:
-    """The Function with a `backward` that torch.compile does not trace, where a compiled function calls it by autograd.
-
-    Without torch._dynamo nothing is compiled, and to load it takes longer than many chains.
-    """
+    """The Function with a `backward` that torch.compile does not trace where a compiled function calls it."""
     backward = staticmethod(torch.compiler.disable(function.backward))
     return type(function.__name__, (function,), {"backward": backward})
 
@@ -152,9 +145,7 @@ def _one_level(function: Any, registered: Any) -> Any:
 
     def forward(ctx: Any, *args: Any) -> Any:
         *inputs, keyset = args
-        # a Function turns derivatives off, but the levels below take theirs
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
-            output = registered.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        output = below_autograd(registered, keyset, *inputs)
         function.setup_context(ctx, tuple(inputs), output)
         return output
 
@@ -171,17 +162,7 @@ def _one_level(function: Any, registered: Any) -> Any:
         return function.jvp(ctx, *tangents[:-1])
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "jvp": staticmethod(jvp)}
-    return type(function.__name__, (_SingleLevelFunction,), members)
-
-
-@contextmanager
-def autograd_in_operators() -> Iterator[None]:
-    """A context in which torch records graphs, also where an operator is computed below torch's autograd."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield
+    return type(function.__name__, (SingleLevelFunction,), members)
 
 
 def checked_values(name: str, check: Callable[[Tensor, int], None]) -> Callable[..., Tensor]:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..internals import autograd_in_operators
 from ..kernels.numbers import log_weights, shifted, two_sum
 from ..kernels.sets import Sets
 from ..transitions.semiring import LOG, Semiring
 from ..transitions.transition import Transition
-from .operator import autograd_in_operators
 
 # the logarithms after a transition, of those of a message (g, m, c)
 Apply = Callable[[Transition, Tensor], Tensor]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments, kernels
+from ..internals import is_transformed
 from ..kernels.chain import Chain
 from ..kernels.message import Kept, Message
 from ..layout import Layout
@@ -192,7 +193,7 @@ def _described(
     x, bulk, p0, _, log_params, lengths, one_matrix = call
     arguments.check_choice("one_matrix", one_matrix, (None, False, True))
     arguments.check_flag("log_params", log_params)
-    if arguments.is_transformed():
+    if is_transformed():
         raise NotImplementedError("logchain.distributed: expected no transform of torch.func and no forward derivative")
     for name, operand in (("x", x), ("bulk", bulk), ("p0", p0)):
         if hasattr(operand, "to_local"):

@@ -15,6 +15,7 @@ from ..arguments import (
     check_is_tensor,
     check_tensor,
 )
+from ..internals import is_jit_traced
 from ..log_prob import log_prob
 from ..marginals import marginals
 from ..operands import at_hand
@@ -299,7 +300,7 @@ class LinearChainCRF(nn.Module):
         return unmasked.zero_where_empty(product(**chain._asdict()))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
-        if torch._C._get_tracing_state() is not None:
+        if is_jit_traced():
             raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.trace")
         _check(emissions, mask, self.num_tags, self.batch_first)
         check_device("emissions", emissions, self.transitions)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
+from ..internals import constant_in_graphs
 from ..kernels.chain import FEW_STATES, has_idle_threads
 from ..operands import arithmetic_dtype
 
@@ -97,12 +98,9 @@ def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> b
     return not has_idle_threads(_threads(), math.prod(batch), v, c)
 
 
+@constant_in_graphs
 def _threads() -> int:
     return torch.get_num_threads()
-
-
-# what `torch.compiler.assume_constant_result` does; importing that takes seconds
-_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _known(x: Tensor, bulk: Tensor) -> bool:

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..arguments import (
     Lengths,
@@ -15,9 +14,9 @@ from ..arguments import (
     check_sizes,
     check_tensor,
     has_values,
-    is_transformed,
 )
 from ..autograd.scan import Steps
+from ..internals import is_exported, is_transformed
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Factors, Stage, Structured
@@ -121,7 +120,7 @@ def check_operands(
     """The operands, after checks of their kinds and sizes."""
     if is_transformed():
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
-    if get_proxy_mode() is not None:  # by torch.export or make_fx, whose graph would hold memory without values
+    if is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
         raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
     check_tensor("x", x, 2)
     check_tensor("p0", p0, 1, like=x)
