@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .choice import check_forward_choice as check_forward_choice
-from .choice import is_triton, load, on_device
+from .choice import is_triton, on_device
+from .choice import load as load
 from .choice import on_cpu as on_cpu
 from .choice import use as use
 from .structured import Arcs, Factors

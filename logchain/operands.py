@@ -52,13 +52,6 @@ def chain_of(
     return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, arithmetic_dtype(x, bulk, p0), by_log)
 
 
-def marked(chain: Chain, values: Tensor) -> Tensor:
-    """Values (..., g, m, k), overwritten by NaN in sequences whose length is outside 1..v, unchecked on a GPU."""
-    if chain.ends is None:
-        return values
-    return values.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
-
-
 def with_steps(bulk: _Bulk) -> _Bulk:
     """Matrices with an axis of steps, of size 1 before a single matrix [c, c]; whatever else as it is."""
     return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]

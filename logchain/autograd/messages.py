@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import check_lengths
 from ..internals import autograd_in_operators
-from ..operands import arithmetic_dtype, chain_of, marked
+from ..operands import arithmetic_dtype, chain_of
 from ..transitions.dense import Dense
 from .operator import (
     Final,
@@ -67,14 +68,17 @@ def _forward(
     ahead, behind, norm = _shapes(x, bulk, p0)
     if x.numel() == 0:
         return ahead, behind, norm
+    if not kernels.in_c(x):
+        if lengths is not None and not kernels.on_gpu(x):
+            check_lengths(lengths, x.shape[-2])
+        results = both_messages(Steps(x, Dense(bulk), p0, lengths, log_params), lengths)
+        first, last, log_norm = (one.to(norm.dtype).contiguous() for one in results)
+        return first, last, log_norm
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     first, last = layout.steps_first(ahead), layout.steps_first(behind)
     first[chain.v :] = last[chain.v :] = -torch.inf
-    log_norm = kernels.message_kernels(x).messages(chain, first[: chain.v], last[: chain.v])
-    norm.copy_(layout.batched(marked(chain, log_norm[..., None])[..., 0]))
-    if kernels.on_gpu(x) and chain.ends is not None:
-        for value in (ahead, behind):
-            value.masked_fill_(norm.isnan()[..., None, None], torch.nan)
+    log_norm = kernels.load("cpu.messages").messages(chain, first[: chain.v], last[: chain.v])
+    norm.copy_(layout.batched(log_norm))
     return ahead, behind, norm
 
 

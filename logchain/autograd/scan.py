@@ -179,6 +179,9 @@ def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor,
     if lengths is not None:
         inside = torch.arange(steps.v, device=steps.device)[:, None] < lengths[..., None, None]
         first, last = (torch.where(inside, each, -math.inf) for each in (first, last))
+        invalid = (lengths < 1) | (lengths > steps.v)  # on a GPU, lengths are not checked before
+        log_norm = log_norm.masked_fill(invalid, math.nan)
+        first, last = (each.masked_fill(invalid[..., None, None], math.nan) for each in (first, last))
     return first, last, log_norm
 
 
