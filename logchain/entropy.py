@@ -41,10 +41,10 @@ def entropy(
     (how many nats a state that matters lies below the largest of its step), the error is about `2 v (c + 8 + 2 D) u` at
     most. An entropy of float64 operands keeps its digits however large |log Z| is, for no large numbers are subtracted.
 
-    Cost: `4 v c^2` multiply-adds per sequence, or `3 v c^2` if no other has its matrices, `2 v` dependent steps, and a
-    logarithm for each entry of `bulk`. What underflows on a CPU is computed again in float64. Memory: two tensors
-    `[*B, v, c]`, and counts of transitions, as large as `bulk` but at most 2^24 at a time or those of one sequence. The
-    gradient, a covariance, is computed in log space: about `9 v c^2` multiply-adds, each ten times as slow.
+    Cost: `3 v c^2` multiply-adds per sequence, `2 v` dependent steps, and a logarithm for each entry of `bulk`. What
+    underflows on a CPU is computed again in float64. Memory: two tensors `[*B, v, c]`, and for what underflows float64,
+    or is not on a CPU, counts of transitions: at most 2^24 at a time, or those of one sequence. The gradient, a
+    covariance, is computed in log space: about `9 v c^2` multiply-adds, each ten times as slow.
 
     Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005).
     Definition: `logchain.reference.entropy`.

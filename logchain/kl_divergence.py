@@ -45,7 +45,7 @@ def kl_divergence(
     grows with how far the log-weights of paths differ. A divergence of float64 operands keeps its digits however large
     |log Z| is.
 
-    Cost: `5 v c^2` multiply-adds per sequence, `3 v` dependent steps, and two logarithms for each entry of `bulk`. If
+    Cost: `4 v c^2` multiply-adds per sequence, `3 v` dependent steps, and two logarithms for each entry of `bulk`. If
     `q` alone has weights of 0, forward and backward messages are computed too. What underflows under `p` is computed
     again in float64 on a CPU. Memory: as for `entropy`.
 

@@ -24,6 +24,7 @@ _OPERANDS = (
 _PLACES = "*ends *order *messages *log_norm *lossy *uncounted *room"
 _GRADIENTS = (
     "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *count_at *counts *grad_p0"
+    " *means *second"
 )
 _MESSAGES = "*value *grad_p0_real grad_p0_set grad_p0_member *log_forward *log_backward by_log"
 _STRETCH = (

@@ -5,11 +5,11 @@ With t the sum of the logarithms of all weights along a path of the posterior, a
     H = log Z - E[t]        KL = (log Z' - E[t']) - (log Z - E[t])
     E[t] = <g_0, log p0> + sum_i <g_i, x_i> + sum_i <C_i, log P_i>
 
-The largest of each x_i, P_i and p0 is divided by beforehand, so that no large numbers are subtracted. `backward` counts
-the uses of matrices that no other sequence has. Of others, C loops hold linear forward messages S, and the last sum is
-that of <g_i, S_{i-1} (P_i log P_i) / (S_{i-1} P_i)>. What underflows in C loops is computed again in float64, and in
-the end with matrices for each sequence, as all is on other devices. There an entropy is that of the last state, and of
-each state given the next one, for which C_i is enough.
+The largest of each x_i, P_i and p0 is divided by beforehand, so that no large numbers are subtracted. C loops add up
+E[t] in their backward pass, from messages S and T = E B: that of P_i is S_{i-1} (P_i log P_i) T_i / (S_{i-1} P_i T_i).
+What underflows there is computed again in float64, and then by the exact scan. On other devices, and in C where
+logarithms are too far below 0, an entropy is that of the last state, and of each state given the next one, for which
+C_i is enough.
 """
 
 import math
@@ -38,33 +38,55 @@ _DEEPEST = -960 * math.log(2)
 
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
-    p, c_loops = chains[0], in_c(chains[0].x)
-    again, by_counts = c_loops and (p.m > 1 or p.dtype == torch.float32), not c_loops and len(chains) == 1
-    size = (len(p.bulk) if again or len(chains) > 1 else p.v - 1) * p.c**2
-    most, together = max(1, _COUNTS // max(1, size)), c_loops and p.m > 1 and (p.g == 1 or p.m >= _MANY)
-    if p.g > (1 if p.m > 1 else most) or (p.m > 1 and not c_loops):  # by set, or a set for each sequence
-        indices = torch.arange(p.g * p.m, device=p.x.device).split(p.m if together else most)
-        found = [values(_part(chains, index, p.dtype, together)) for index in indices]
-        value, underflows = (
-            torch.cat([one.view(-1) for one in each]).view(p.g, p.m) for each in zip(*found, strict=True)
-        )
+    p, relative = chains[0], [_relative(chain) for chain in chains]
+    most = max(1, _COUNTS // max(1, (p.v - 1) * p.c**2))
+    if not in_c(p.x):
+        indices = torch.arange(p.g * p.m, device=p.x.device).split(most)
+        found = [_values(_part(relative, some)) for some in indices]
+        value, underflows = (torch.cat(each).view(p.g, p.m) for each in zip(*found, strict=True))
         return value, underflows
-    relative = [_relative(chain) for chain in chains]
-    value, underflows, inexact = _values(relative, by_counts)
-    if again and inexact.any():
-        index = inexact.view(-1).nonzero()[:, 0]
-        part = _part(chains, index, torch.float64, together and p.dtype == torch.float32)
-        value.view(-1)[index] = values(part)[0].view(-1)
-    elif c_loops and len(chains) == 1 and inexact.any():
-        value = torch.where(inexact, _values(relative, True)[0], value)
+    value, underflows, inexact = _by_loops(relative)
+    if inexact.any():
+        index, wide = inexact.view(-1).nonzero()[:, 0], p.dtype == torch.float64
+        together = not wide and p.m > 1 and (p.g == 1 or p.m >= _MANY)
+        sizes = torch.unique_consecutive(index // p.m, return_counts=True)[1].tolist() if together else most
+        for some in index.split(sizes):
+            part = _part(relative if wide else chains, some, together)
+            exact = _by_loops(part, part[0].bulk.new_zeros(part[0].bulk.shape)) if wide else values(part)
+            value.view(-1)[some] = exact[0].view(-1)
     return value, underflows
 
 
-def _part(chains: Sequence[Chain], index: Tensor, dtype: torch.dtype, together: bool) -> list[Chain]:
-    """Some sequences, `together` if they are of one set, or in a set each."""
+def _by_loops(chains: Sequence[Chain], counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The values (g, m) in C, which sequences underflow, and which have none; `counts`: see `kernels.cpu.entropy`."""
+    log_norm, mean, redone = load("cpu.entropy").means(chains, counts)
+    if counts is not None:
+        mean += _mean_of_matrices(chains, counts, None)
+    value, underflows = _finished(chains, log_norm - mean, log_norm, redone)
+    if counts is not None and len(chains) == 1 and (log_norm < _FAR).any():
+        value = torch.where(log_norm < _FAR, _values(chains)[0], value)
+    return value, underflows, value.isnan() | mean.isnan()
+
+
+def _finished(chains: Sequence[Chain], value: Tensor, log_norm: Tensor, redone: Tensor) -> tuple[Tensor, Tensor]:
+    """The values from log-partitions less mean log-weights, and which sequences underflow."""
+    for q in chains[1:]:
+        second = chain_kernels(q.x).forward(q)[0]
+        infinite, redone = _misses(chains[0], q) | (second.log_norm == -math.inf), redone | second.redone
+        value = (second.log_norm - value).masked_fill(infinite, math.inf)
+        value = value.masked_fill(second.log_norm.isnan(), math.nan)
+    return value.masked_fill(log_norm == -math.inf, 0.0).masked_fill(log_norm.isnan(), math.nan), redone
+
+
+def _part(chains: Sequence[Chain], index: Tensor, together: bool = False) -> list[Chain]:
+    """Some sequences, in C in float64, `together` if they are of one set, or in a set each."""
     parts, lead = [], (1, len(index)) if together else (len(index), 1)
     for chain in chains:
-        m, c = chain.m, chain.c
+        m, c, dtype = chain.m, chain.c, torch.float64 if in_c(chain.x) else chain.dtype
+        if m == 1 and len(index) == chain.g:
+            x, bulk, p0 = (one.to(dtype) for one in (chain.x, chain.bulk, chain.p0))
+            parts.append(replace(chain, x=x, bulk=bulk, p0=p0, dtype=dtype))
+            continue
         x, bulk = chain.x.reshape(chain.v, -1, c).index_select(1, index), chain.bulk.reshape(-1, chain.g, c, c)
         bulk, p0 = bulk.index_select(1, index[: lead[0]] // m), chain.p0.expand(*chain.lead, c).reshape(-1, c)[index]
         ends = None if chain.ends is None else chain.ends.reshape(-1)[index].view(*lead, 1)
@@ -90,48 +112,27 @@ def _relative(chain: Chain) -> Chain:
     return replace(chain, x=weights[0], bulk=weights[1], p0=weights[2])
 
 
-def _values(chains: Sequence[Chain], by_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The values (g, m), which sequences underflow, and which are to be computed again, if that helps."""
+def _values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
+    """The values (g, 1) from posteriors and expected counts, and which sequences underflow."""
     p = chains[0]
-    if by_counts and len(p.bulk) == 1:
+    if len(chains) == 1 and len(p.bulk) == 1:
         p = replace(p, bulk=p.bulk.expand(p.v - 1, *p.bulk.shape[1:]))
-    v, g, m, c = p.v, p.g, p.m, p.c
+    v, g, c = p.v, p.g, p.c
     forward, backward = chain_kernels(p.x)
-    states, counts = messages_of(p, v), p.bulk.new_empty(p.bulk.shape, dtype=p.dtype) if m == 1 else None
+    states, counts = messages_of(p, v), p.bulk.new_empty(p.bulk.shape, dtype=p.dtype)
     kept = forward(p, keep=messages_of(p, v))[0]
-    passes = [kept, *(forward(chain)[0] for chain in chains[1:])]
-    again = in_c(p.x) and (m > 1 or p.dtype == torch.float32)
-    weight = (~kept.redone if again else torch.ones_like(kept.redone)).double()
-    backward(replace(p, by_log=True), kept, weight, None, states, counts)
-    norms, underflows = (
-        torch.stack([one.log_norm for one in passes]),
-        torch.stack([one.redone for one in passes]).any(0),
-    )
-    infinite = torch.zeros_like(underflows) if len(chains) == 1 else _misses(*chains) | (norms[1] == -math.inf)
-    if by_counts:
-        assert counts is not None
-        value = _conditional(counts.view(-1, g, m, c, c), states, p.ends)
+    backward(replace(p, by_log=True), kept, torch.ones_like(kept.log_norm), None, states, counts)
+    if len(chains) == 1:
+        value = _conditional(counts.view(-1, g, 1, c, c), states, p.ends)
     else:
-        mean_of = load("cpu.means").means if in_c(p.x) else means
-        steps = v - 1 if p.ends is None else p.ends[..., 0] - 1
-        exact = kept.redone if in_c(p.x) or in_triton(p.x) else None
+        exact = kept.redone if in_triton(p.x) else None
         exact_weights = exact if p.log_params else None
         # log-potentials first, because these correct posteriors
-        mean = mean_of([chain.x.reshape(v, g, m, c) for chain in chains], True, states, exact)
-        starts = [chain.p0.expand(*chain.lead, c).reshape(1, g, m, c) for chain in chains]
-        mean += mean_of(starts, p.log_params, states[:1], exact_weights)
-        if counts is None:
-            mean += _of_shared_matrix(chains, kept.messages, states)
-        elif v > 1:
-            flat = [chain.bulk.reshape(-1, g, 1, c * c) for chain in chains]
-            of_matrices = mean_of(flat, p.log_params, counts.view(-1, g, 1, c * c), exact_weights)
-            mean += of_matrices if len(p.bulk) > 1 else of_matrices * steps
-        value = norms[0] - mean if len(chains) == 1 else norms[1] - (norms[0] - mean)
-    low = kept.redone | ~value.isfinite() if again else kept.redone & (norms[0] < _FAR)
-    inexact = low & norms.isfinite().all(0) & ~infinite
-    value = value.masked_fill(infinite, math.inf).masked_fill(norms[-1].isnan(), math.nan)
-    value = value.masked_fill(norms[0] == -math.inf, 0.0).masked_fill(norms[0].isnan(), math.nan)
-    return value, underflows, inexact
+        mean = _means([chain.x.reshape(v, g, 1, c) for chain in chains], True, states, exact)
+        starts = [chain.p0.expand(*chain.lead, c).reshape(1, g, 1, c) for chain in chains]
+        mean += _means(starts, p.log_params, states[:1], exact_weights)
+        value = kept.log_norm - (mean + _mean_of_matrices(chains, counts, exact_weights))
+    return _finished(chains, value, kept.log_norm, kept.redone)
 
 
 def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
@@ -147,7 +148,17 @@ def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
     return entropy
 
 
-def means(weights: Sequence[Tensor], log: bool, shares: Tensor, exact: Tensor | None = None) -> Tensor:
+def _mean_of_matrices(chains: Sequence[Chain], counts: Tensor, exact: Tensor | None) -> Tensor | float:
+    """The means (g, 1) of matrices under expected counts of their shape, see `_means`."""
+    p = chains[0]
+    if p.v == 1:
+        return 0.0
+    flat = [one.reshape(-1, p.g, 1, p.c**2) for one in (*(chain.bulk for chain in chains), counts)]
+    mean = _means(flat[:-1], p.log_params, flat[-1], exact)
+    return mean if len(p.bulk) > 1 else mean * (p.v - 1 if p.ends is None else p.ends[..., 0] - 1)
+
+
+def _means(weights: Sequence[Tensor], log: bool, shares: Tensor, exact: Tensor | None) -> Tensor:
     """The mean of each step's logarithms of weights (s, g, m, k), or those of two chains' quotients, added up (g, m).
 
     Shares (s, g, m, k) need not add up to 1. They are raised by loops where weights are tiny, and corrected in place,
@@ -168,23 +179,6 @@ def _blocks(steps: int, entries: int) -> Iterator[slice]:
     """Ranges of steps with so many entries each that are computed together."""
     count = max(1, _BLOCK // max(1, entries))
     return (slice(start, min(steps, start + count)) for start in range(0, steps, count))
-
-
-def _of_shared_matrix(chains: Sequence[Chain], messages: Tensor, states: Tensor) -> Tensor:
-    """The means (1, m) of a set's matrices by C loops, from linear messages and posteriors (v, 1, m, c)."""
-    (v, _, m, c), log, means = states.shape, chains[0].log_params, load("cpu.means").means
-    total, bulks = states.new_zeros(1, m, dtype=torch.float64), [chain.bulk.reshape(-1, 1, c, c) for chain in chains]
-    for steps in _blocks(v - 1, c * (m if len(bulks[0]) == 1 else max(m, c))):
-        if steps.start == 0 or len(bulks[0]) > 1:
-            some = [(one if len(one) == 1 else one[steps]).contiguous() for one in bulks]
-            matrix = some[0].exp() if log else some[0]
-            by_log, flat = torch.empty_like(matrix), [one.view(-1, 1, 1, c * c) for one in (*some, matrix)]
-            means(flat[:-1], log, flat[-1], None, by_log)
-            if len(matrix) == 1:  # a third of the time of a stack of products
-                matrix, by_log = matrix[0, 0], by_log[0, 0]
-        quotient = (messages[:-1][steps] @ by_log).div_(messages[:-1][steps] @ matrix)
-        total += means([quotient], True, states[1:][steps])
-    return total
 
 
 def _misses(p: Chain, q: Chain) -> Tensor:

@@ -81,8 +81,7 @@ def marginals(
     check, full = partial(check_choice, "transitions", transitions, (None, "sum", "full")), transitions == "full"
     part = Part("marginals", call, check, dtype=arithmetic_dtype, by_log=True, full=full, transitions=transitions)
     log_norm, kept = part.forward(keep=True)
-    needs = True, transitions is not None, False
-    (states, counts, _), *_ = part.backward(log_norm, kept, torch.ones_like(log_norm), needs)
+    (states, counts, _), *_ = part.backward(log_norm, kept, part.zeros() + 1, (True, transitions is not None, False))
     if counts is not None and part.one_matrix:
         counts = part.ranks.total(counts).to(states.dtype)
     return Marginals(states, counts, part.batched(log_norm).to(states.dtype))
@@ -137,8 +136,7 @@ def viterbi(
 
     with kernels.arithmetic_on(x):
         _, last = part.carry(scan, lambda arrived, guess: (arrived != guess).any(-1), part.reached)
-        # 0, -inf for no path, or NaN
-        best = part.ranks.total(last.amax(-1))
+        best = part.ranks.total(last.amax(-1))  # 0, -inf for no path, or NaN
         states = torch.full((*part.layout.grid, x.shape[-2] + part.entered), -1, device=x.device)
         if part.active:
             states[..., -1] = part.states_after()
@@ -213,11 +211,9 @@ class _Value(torch.autograd.Function):
         value, impossible = part.batched(log_norm), None
         if states is not None:
             weight = part.ranks.total(_path_weight(part, states, *operands))
-            # all paths may be impossible: -inf - (-inf) must not become NaN
-            impossible = (weight == -torch.inf) & ~value.isnan()
+            impossible = (weight == -torch.inf) & ~value.isnan()  # where -inf - (-inf) would be NaN
             value = torch.where(impossible, -torch.inf, weight - value)
-        ctx.part = part
-        # what is saved is given back after the backward pass
+        ctx.part = part  # what is saved is freed after the backward pass
         messages = (None,) * 3 if kept is None else (kept.messages, kept.redone, kept.bound)
         ctx.save_for_backward(*operands, states, impossible, log_norm, *messages)
         return value.to(part.chain.dtype, copy=True)

@@ -4,8 +4,8 @@
     backward    b_{r-1} = M_r b_r
 
 All ranks scan at the same time, from a guess: the neighbor scans a few of its steps from a uniform message and sends
-the result. When the true message arrives, a rank scans again if the two differ by more than rounding in Hilbert's
-metric. That takes no longer than to wait for the message in the first place.
+the result. A rank scans again, after no longer than it would have waited, if the true message differs by more than
+rounding in Hilbert's metric.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,10 +147,7 @@ class Part:
     def backward(
         self, log_norm: Tensor, kept: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
     ) -> tuple[list[Any], Tensor, Tensor]:
-        """The gradients of `sum(weight * log_norm)` by this rank's x, bulk and p0, where needed, and two messages.
-
-        They are the backward messages (g, m, c) of the variable before this part, and of its last one.
-        """
+        """Gradients of `sum(weight * log_norm)`, and backward messages (g, m, c) before this part and at its end."""
         x, bulk, p0 = self.operands
         # a NaN on one rank is one in the gradients of its sequence on all
         weight = torch.where(log_norm.isnan() & (weight != 0), torch.nan, weight)
@@ -168,11 +165,9 @@ class Part:
                 of_window = kept._replace(messages=kept.messages[: chain.v + 1], log_norm=self.zeros())
                 return kernel(chain, of_window, self.zeros() + 1, following, None, None)
             before = kernel(chain, kept, weight, following, into_x, into_bulk)
-            if self.entered:
-                return before
-            if grad_p0 is not None:
+            if grad_p0 is not None and not self.entered:
                 grad_p0.copy_(self.layout.states(before).sum_to_size(p0.shape))
-            return self.zeros(chain.c)
+            return before if self.entered else self.zeros(chain.c)
 
         following, before = self.carry(scan, partial(disagree, self.chain), compared, -1)
         return [grad_x, grad_bulk, grad_p0], before, following

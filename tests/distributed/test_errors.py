@@ -29,8 +29,7 @@ def of_a_mesh(x, *others):
     product(DTensor.from_local(x, DeviceMesh("cpu", [1], _init_backend=False), [Replicate()]), *others)
 
 
-def log_prob(change):
-    """The call with a change of paths of state 0."""
+def log_prob(change):  # of paths of state 0
     return lambda x, *others: distributed.log_prob(x, *others, change(torch.zeros(x.shape[:-1], dtype=torch.int64)))
 
 
@@ -38,12 +37,9 @@ def with_gradients(function):
     return lambda x, *others: function(x.requires_grad_(), *others)
 
 
-def negative(operand, place):
-    def call(*operands):
-        operands[operand][place] = -2.0
-        product(*operands)
-
-    return call
+def negative(operand, place, *operands):
+    operands[operand][place] = -2.0
+    product(*operands)
 
 
 def second_derivative(function, x, *others):
@@ -65,10 +61,10 @@ ERRORS = [
     (ValueError, "rank 1: gradients: expected False, as on", with_gradients(product)),
     (ValueError, "rank 1: bulk: expected shape", lambda x, bulk, p0: product(x, bulk[..., :2], p0)),
     (ValueError, "rank 1: bulk: expected axes [] before its", lambda x, bulk, p0: product(x, bulk[None], p0)),
-    (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative(1, (0, 1, 0))),
+    (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", partial(negative, 1, (0, 1, 0))),
     (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", *[partial(product, one_matrix=False)] * 2),
     (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", lambda x, b, p0: product(x, b.expand(2, 3, 3), p0)),
-    (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", negative(2, 1)),
+    (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", partial(negative, 2, 1)),
     (TypeError, "rank 1: log_params: expected True or False, got 1", partial(product, log_params=1)),
     (ValueError, "rank 1: log_params: expected False, as on rank 0, got True", partial(product, log_params=True)),
     (ValueError, "rank 1: lengths: expected [", partial(product, lengths=LENGTHS.flip(0))),

@@ -16,20 +16,14 @@ CATEGORIES = torch.randint(0, 4, (SEQUENCES, V), generator=torch.Generator().man
 VECTORS = torch.randn(SEQUENCES, V, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 # by kind: the model, and its log-likelihoods of some sequences of a batch
 MODELS = {
-    "hmm": (
-        lambda: HMM(3, "gaussian", num_features=4),
-        lambda model, some: model(VECTORS[some], lengths=LENGTHS[some]),
-    ),
+    "hmm": (lambda: HMM(3, "gaussian", num_features=4), lambda model, i: model(VECTORS[i], lengths=LENGTHS[i])),
     "crf": (
         lambda: LinearChainCRF(4, batch_first=True),
-        lambda model, some: model(VECTORS[some], CATEGORIES[some], torch.arange(V) < LENGTHS[some, None], "none"),
+        lambda model, i: model(VECTORS[i], CATEGORIES[i], torch.arange(V) < LENGTHS[i, None], "none"),
     ),
-    "circuit": (lambda: ChainCircuit(V, 3, 2, num_categories=4), lambda model, some: model(CATEGORIES[some])),
+    "circuit": (lambda: ChainCircuit(V, 3, 2, num_categories=4), lambda model, i: model(CATEGORIES[i])),
 }
-WRAPPERS = {
-    "ddp": DistributedDataParallel,
-    "fsdp2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
-}
+WRAPPERS = {"ddp": DistributedDataParallel, "fsdp2": lambda of: fully_shard(of, mesh=init_device_mesh("cpu", (2,)))}
 
 
 def model_of(kind):

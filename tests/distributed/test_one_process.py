@@ -75,8 +75,7 @@ def chain(
     change=lambda x: x, layout=None,
 ) -> Case:  # fmt: skip
     """A random chain with zeros among its weights; `own` are the batch axes of `bulk`, and `change` is made to x."""
-    generator = torch.Generator().manual_seed(sum(sizes) + c)
-    v = sum(sizes)
+    v, generator = sum(sizes), torch.Generator().manual_seed(sum(sizes) + c)
     x = scale * torch.randn(*batch, v, c, generator=generator, dtype=F64)
     bulk = torch.rand(*own, 1 if one_matrix else v - 1, c, c, generator=generator, dtype=F64)
     bulk = bulk * (torch.rand(bulk.shape, generator=generator) > zeros)
@@ -125,8 +124,7 @@ FUNCTIONS = {
 
 def on_rank(rank, function, cases, paths, **options):
     results = []
-    for case, path in zip(cases, paths, strict=True):
-        # ranks of one matrix each cannot know whether it is the same step after step
+    for case, path in zip(cases, paths, strict=True):  # of which many matrices may be one on each rank
         settings = {"one_matrix": None if case.bulk.shape[-3] == 1 else False, **case.options, **options}
         results.append(FUNCTIONS[function](distributed, case.of(rank), case.part(rank, "states", path), **settings))
     return results
@@ -184,8 +182,7 @@ def underflowing(sizes, where, dtype):
     return case
 
 
-def each(make, **options):
-    """The chains of all combinations of options."""
+def each(make, **options):  # of all combinations
     return [partial(make, **dict(zip(options, row, strict=True))) for row in itertools.product(*options.values())]
 
 
@@ -330,8 +327,7 @@ def wanted_gradients(rank, case, wanted, function, args):
 @pytest.mark.parametrize("one_matrix", [True, False])
 def test_gradients_that_are_not_wanted_are_none(teams, wanted, one_matrix, name):
     case = chain((4, 3, 5), 3, batch=(2,), one_matrix=one_matrix)
-    args = [case.paths[0]] if name == "log_prob" else []
-    leaves = [operand.detach().requires_grad_() for operand in case[:3]]
+    args, leaves = [case.paths[0]] if name == "log_prob" else [], [one.clone().requires_grad_() for one in case[:3]]
     expected = torch.autograd.grad(2 * getattr(logchain, name)(*leaves, *args).sum(), leaves)
     for rank, found in enumerate(teams(3).values(wanted_gradients, case, wanted, name, args)):
         for of, gradient, whole in zip(NAMES, found, expected, strict=True):
@@ -349,8 +345,7 @@ def draws(rank, case, count, seed, apart=1):
     [(1, True, False), (2, True, True), (2, False, False), (3, True, False), (3, False, True)],
 )
 def test_samples_are_of_the_posterior(teams, ranks, one_matrix, lengths):
-    count = 20_000
-    case = chain((4, 3, 4)[:ranks], 3, one_matrix=one_matrix, batch=(3,), lengths=lengths)
+    count, case = 20_000, chain((4, 3, 4)[:ranks], 3, one_matrix=one_matrix, batch=(3,), lengths=lengths)
     case.x[0, 0] = -INF  # no states of an impossible sequence
     states = torch.cat(teams(ranks).values(draws, case, count, 5), -1)
     truth = logchain.marginals(*case[:3], transitions="full", **case.options)
@@ -381,7 +376,6 @@ def peak(rank, sizes, c):
 def test_a_rank_allocates_twice_its_own_operands(teams, ranks, c):
     """The messages that it keeps and the gradient of its x, however many variables the others hold."""
     slack = 2**17  # what does not depend on the number of variables: matrices and the exchanged messages
-    for large in range(ranks):
-        sizes = [100_000 if rank == large else 3000 for rank in range(ranks)]
+    for sizes in {*itertools.permutations([100_000, *[3000] * (ranks - 1)])}:
         for found, size in zip(teams(ranks).values(peak, sizes, c), sizes, strict=True):
             assert 4 * size * c <= found <= 2 * 4 * size * c + slack

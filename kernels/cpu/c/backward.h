@@ -83,13 +83,6 @@ INLINE int emit(int64_t width, const real *x, const real *backward, real *source
     return any(raised);
 }
 
-/* 1 in the lanes of a row's last vector that do not overlap the one before it, 0 in others. */
-INLINE reals fresh_lanes(int64_t width) {
-    reals fresh = {0};
-    for (int64_t j = 0; j < LANES; j++) fresh[j] = j >= LANES - 1 - (width - 1) % LANES;
-    return fresh;
-}
-
 typedef struct { real inverse_sum, scale; whole least, most; } RowSummary;
 
 /* Scales B by `scale`, to a largest entry near 2^TOP, and writes the posterior w S B / sum S B, with 0 for denormal
@@ -156,7 +149,7 @@ static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t s
             b->inverse_sums[place] = summary.inverse_sum, b->scales[place] = summary.scale;
             int lost = !(summary.inverse_sum > 0 && summary.inverse_sum < power_of_two(TOP));
             if (!tests && a->following) lost |= raised_matters(w, place, step, forward + place * width, row);
-            int tiny = a->grad_bulk || a->counts ? summary.most < bits_of(power_of_two(TOP - 24)) : 0;
+            int tiny = has_counts(a) ? summary.most < bits_of(power_of_two(TOP - 24)) : 0;
             if (tests && (lost || tiny || needs_check(w->raised[place], summary.least, summary.most))) {
                 find_high(&w->matrix);
                 lost |= is_lossy(c, row, summary.scale, summary.most, &w->matrix, safe_entry);
@@ -247,12 +240,13 @@ static int64_t few_backward(Back *b, int64_t step) {
     real padded[FEW * FEW];
     if (a->one_matrix) prepare_backward(b, 1, step);
     if (step >= few_of(w, 1, padded, &l) || (a->grad_bulk && a->members > 1)) return step;
+    if (a->means && a->one_matrix && !t->has_terms) find_terms(t, w, step);
     l.by_log = logs(a), l.ordinary = t->ordinary;
     l.first_step = a->entering != 0; /* the message that entered has no gradient */
     l.gradient = gradient_at(a, w->set, q, l.first_step), l.gradient_step = a->grad_step;
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
     l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;
-    l.held_forward = a->counts ? t->held_forward : 0, l.held_source = t->held_source;
+    l.held_forward = a->counts || a->means ? t->held_forward : 0, l.held_source = t->held_source;
     l.held_step = w->width, l.most_held = t->most_held;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
     l.unshare = UNSHARE * (real)t->weight;
@@ -262,7 +256,8 @@ static int64_t few_backward(Back *b, int64_t step) {
         step = steps_backward(&l, step);
         t->unsafe_matrix |= l.high > LARGE;
         t->held = l.held, full = l.held_forward && l.held == t->most_held;
-        if (full) add_held_rows(t, w);
+        if (a->means && !a->one_matrix) add_held_means(t, w, step);
+        else if (full) add_held_rows(t, w);
     }
     narrow(a->states, l.state, b->backward);
     return step;
@@ -275,10 +270,12 @@ static void begin_backward(Back *b) {
     double most = 0, least = __builtin_inf();
     int64_t exponent;
     b->prepared = b->counts.flushed = 0, b->counts.added = b->counts.held = 0, b->counts.mode = mode_now();
+    b->counts.has_terms = 0;
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
         double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
         a->lossy[q] = b->skipped[place] = w->raised[place] = 0;
+        if (a->means) a->means[q] = 0;
         most = weight > most ? weight : most, least = weight > 0 && weight < least ? weight : least;
     }
     b->counts.ordinary = are_ordinary(least, most);
@@ -308,7 +305,7 @@ static void step_backward(Back *b, int64_t count, int64_t step, int counted, rea
 static void walk_backward(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    int counted = (a->counts || a->grad_bulk) && a->steps > 1;
+    int counted = has_counts(a) && a->steps > 1;
     real safe_entry = least_safe_entry();
     begin_backward(b);
     /* rows after the ends of packed sequences belong to other sequences */
@@ -334,7 +331,7 @@ static void walk_until_safe(Back *b) {
     int checked;
     do checked = b->counts.unsafe_matrix, walk_backward(b);
     while (b->counts.unsafe_matrix != checked);
-    if (b->w.a->counts && b->prepared) add_counts(&b->counts, &b->w);
+    if (adds_counts(&b->w) && b->prepared) add_counts(&b->counts, &b->w);
 }
 
 static void clear_gradients(const Chain *a, int64_t set, int64_t q) {
@@ -374,13 +371,14 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     b.skipped = take(&room, most);
     b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
     b.counts.total = take(&room, w->width * padded(w->width) * 8);
+    b.counts.terms = take(&room, a->means ? w->width * w->width * bytes : 0);
     b.counts.most_held = group_of(a);
     b.counts.held_forward = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
     b.counts.held_source = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
     int64_t *chosen = take(&room, a->members * 8);
     if (!a->room) return room.bytes;
     /* few_loops.h writes c entries of each row */
-    if (a->counts && w->width > a->states) clear(b.counts.most_held * w->width, b.counts.held_source);
+    if (has_counts(a) && w->width > a->states) clear(b.counts.most_held * w->width, b.counts.held_source);
     for (int64_t q = a->first, left; q < a->last; q += left) {
         left = enter_set(w, q, most);
         int64_t count = choose_members(w, left, chosen), last = w->begin + left;

@@ -6,7 +6,7 @@
 #pragma once
 #include "vector.h"
 
-typedef struct {
+typedef struct Chain {
     int64_t steps, sets, members, states, first, last;
     int64_t one_matrix, logarithms; /* all steps have one matrix; `bulk` and `p0` are logarithms */
     const operand *x;               /* (v, g, m, c): log emissions */
@@ -34,6 +34,8 @@ typedef struct {
     const int64_t *count_at;        /* (g): as bulk_at, of grad_bulk */
     double *counts;                 /* (g, from, to) or null: the gradient of one matrix for all steps is added to it */
     double *grad_p0;                /* (g, m, c) or null */
+    double *means;                  /* (g, m) or null: mean log-weights of paths, see means.h; then there are no counts */
+    const struct Chain *second;     /* means are those of log-weights less those of this chain; or null */
     operand *value;                 /* (g, m) or null: log Z rounded to `real` */
     operand *grad_p0_real;          /* gradient of p0 in its own shape, stride 0 on axes that it shares; or null */
     int64_t grad_p0_set, grad_p0_member;

@@ -3,7 +3,9 @@
        d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}        of each step, or summed over steps under one matrix
 
    The row w T / sum S B is called a source; it is scaled so that its products with S do not overflow (HALF in scale.h).
-   The sources of several sequences, or steps, are the rows of one matrix product with their S. */
+   The sources of several sequences, or steps, are the rows of one matrix product with their S.
+
+   The mean of log P over transitions is S (P log P) T / sum S B, or of all steps of one sequence from its counts. */
 #pragma once
 #include "forward.h"
 
@@ -13,6 +15,8 @@ enum { ADDED = 256 };
 typedef struct {
     real *partial;                    /* (c, padded width): S^T times sources of `added` rows; padding is undefined */
     double *total;                    /* (c, padded width): the rows before those, if there were any */
+    real *terms;                      /* (c, width): P log P, for means */
+    int has_terms;                    /* they are those of the one matrix */
     real *held_forward, *held_source; /* (most_held, width): `held` rows of S and of sources for the next product */
     int64_t added, held, most_held;
     int flushed;                      /* there are rows in `total` */
@@ -22,7 +26,18 @@ typedef struct {
     int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
 } Counts;
 
+INLINE int has_counts(const Chain *a) { return a->counts || a->grad_bulk || a->means; }
+
+/* Whether counts are added up over steps. */
+INLINE int adds_counts(const Walk *w) { return w->a->counts || (w->a->means && w->a->one_matrix && w->count == 1); }
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
+
+/* 1 in the lanes of a row's last vector that do not overlap the one before it, 0 in others. */
+INLINE reals fresh_lanes(int64_t width) {
+    reals fresh = {0};
+    for (int64_t j = 0; j < LANES; j++) fresh[j] = j >= LANES - 1 - (width - 1) % LANES;
+    return fresh;
+}
 
 /* T into a source: 0 where it has faded, clamped where no path leads. Two factors, applied one after the other where
    their product overflows or underflows. */
@@ -126,11 +141,70 @@ INLINE real *counts_at(const Walk *w, int64_t step) {
     return w->a->grad_bulk + first_count(w->a, w->set) + (step - 1) * w->a->count_step;
 }
 
+/* Logarithms of up to LANES weights, of which `left` are a row's; the weights themselves if they are logarithms. */
+INLINE reals row_of_logs(int are_logs, const real *from, int64_t step, int64_t left) {
+    reals weight = step == 1 && left >= LANES ? load(from) : load_some(from, step, left < LANES ? left : LANES, 0);
+    return are_logs ? weight : logarithms(weight);
+}
+INLINE const real *entry_at(const Chain *a, int64_t set, int64_t step, int64_t k, int64_t j) {
+    int64_t matrix = first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
+    return a->bulk + matrix + k * a->bulk_from + j * a->bulk_to;
+}
+
+/* P log P of the matrix into a step; 0 where P is. */
+static void find_terms(Counts *t, const Walk *w, int64_t step) {
+    const Chain *a = w->a, *second = a->second;
+    int are_logs = (int)a->logarithms;
+    real taken = (real)((double)w->matrix.exponent * 0.69314718055994531);
+    reals high = {0};
+    for (int64_t k = 0; k < a->states; k++)
+        for (int64_t v = 0; v < vectors_of(w->width); v++) {
+            int64_t j = start_of(v, w->width), left = a->states - j;
+            reals p = load(w->matrix.entries + k * w->matrix.row + j);
+            reals log = are_logs ? row_of_logs(1, entry_at(a, w->set, step, k, j), a->bulk_to, left) : logarithms(p) + taken;
+            if (second) log -= row_of_logs(are_logs, entry_at(second, w->set, step, k, j), second->bulk_to, left);
+            store(t->terms + k * w->width + j, where(p > 0, p * log, (reals){0}));
+            high = larger(p, high);
+        }
+    check_large(t, high);
+    t->has_terms = (int)a->one_matrix;
+}
+
+/* Adds the means of log P over the transitions into a step of the first `count` places. */
+static void add_means(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
+    int64_t width = w->width, group = group_of(w->a);
+    reals fresh = fresh_lanes(width);
+    real *sums = w->padded_x; /* which no step needs now */
+    for (int64_t place = 0; place < count; place += group, forward += group * width, source += group * width) {
+        int64_t rows = count - place < group ? count - place : group;
+        if (rows == 1) row_times(w->a->states, width, forward, t->terms, width, sums);
+        else multiply((Product){rows, w->a->states, width, forward, width, 1, t->terms, width, sums, width});
+        for (int64_t r = 0; r < rows; r++) {
+            const real *row = sums + r * width, *from = source + r * width;
+            reals mean = load(row + width - LANES) * load(from + width - LANES) * fresh;
+            for (int64_t j = 0; j + LANES < width; j += LANES) mean += load(row + j) * load(from + j);
+            w->a->means[sequence_of(w, place + r)] += (double)total(mean) * (double)UNSHARE * t->weight;
+        }
+    }
+}
+
+/* The same of held rows, the last of which is the transition into the step after `step`. */
+static void add_held_means(Counts *t, Walk *w, int64_t step) {
+    for (; t->held > 0; step++) {
+        int64_t row = --t->held * w->width;
+        prepare(w->a, w->set, step + 1, &w->matrix);
+        find_terms(t, w, step + 1);
+        add_means(t, w, 1, t->held_forward + row, t->held_source + row);
+    }
+}
+
 /* Counts the transitions into a step of the first `count` places. */
 static void count_step(Counts *t, const Walk *w, int64_t count, const real *forward, real *source, int64_t step) {
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width, across = padded(width);
-    if (a->counts) {
+    if (a->means && !t->has_terms) find_terms(t, w, step);
+    if (a->means && !adds_counts(w)) add_means(t, w, count, forward, source);
+    else if (adds_counts(w)) {
         if (count <= t->most_held / 4) hold_rows(t, w, count, forward, source);
         else add_rows(t, w, count, forward, source);
     } else if (count == 0) clear(c * c, counts_at(w, step));
@@ -150,6 +224,7 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *forw
 static void add_counts(Counts *t, const Walk *w) {
     const Chain *a = w->a;
     Factors unscale = factors_of(logs(a) ? 0 : -w->matrix.exponent);
+    double mean = 0, all = 0;
     add_held_rows(t, w);
     for (int64_t k = 0; k < a->states; k++)
         for (int64_t j = 0; j < a->states; j++) {
@@ -157,7 +232,9 @@ static void add_counts(Counts *t, const Walk *w) {
             int64_t at = k * padded(w->width) + j;
             if (t->added) count = (double)t->partial[at];
             if (t->flushed) count += t->total[at];
+            if (a->means) mean += p != 0 ? count * (double)t->terms[k * w->width + j] : 0, all += count * p;
             count = count * ((double)UNSHARE * t->weight) * (logs(a) ? p : 1) * unscale.first * unscale.second;
-            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += count;
+            if (p != 0 && a->counts) a->counts[(w->set * a->states + k) * a->states + j] += count;
         }
+    if (a->means && all > 0) a->means[sequence_of(w, 0)] += mean / all * (double)(steps_of(a, sequence_of(w, 0)) - 1);
 }

@@ -1,61 +1,50 @@
-/* Means of logarithms under shares, which need not add up to 1, for kernels/plain/entropy.py.
+/* Means of log-weights of paths, or of what they are more than those of another chain, for kernels/plain/entropy.py:
 
-   Loops raise emissions, and weights given as logarithms, to 2^-DEEPEST times the largest, which is near 1: shares that
-   come from these are too large by as much, unless a sequence was recomputed exactly, and are corrected. */
+       sum over steps of <posterior_i, x_i> + <posterior_0, log p0> + the means of log P, see counts.h
+
+   Loops raise emissions, and weights given as logarithms, to 2^-DEEPEST times the largest, which is near 1: posteriors
+   that come from these are too large by as much, and are corrected. */
 #pragma once
-#include "step.h"
+#include "backward.h"
 
-typedef struct {
-    int64_t first, last, steps, sequences, entries, logarithms;
-    const real *weights, *others; /* (steps, sequences, entries); the mean is that of log(weight / other) */
-    int64_t weights_step, weights_sequence, others_step, others_sequence;
-    real *shares, *products;      /* the same, contiguous; each share times its logarithm */
-    const uint8_t *exact;         /* (sequences): shares are not raised; null: none are */
-    double *means;                /* (sequences): sums over steps, of which those without shares count 0 */
-    void *room;
-} Means;
-
-INLINE reals log_of(const Means *a, const real *from, int64_t left) {
-    reals entry = left >= LANES ? load(from) : load_some(from, 1, left, 0);
-    return a->logarithms ? entry : logarithms(entry);
-}
-INLINE void put(real *to, reals a, int64_t left) {
-    if (left >= LANES) store(to, a);
-    else store_some(to, a, left);
-}
-
-/* The mean of a step, or 0. */
-static double mean_of(const Means *a, int64_t step, int64_t q) {
-    enum { ADDED = 64 * LANES }; /* entries that are added in `real` */
-    const real *weights = a->weights + step * a->weights_step + q * a->weights_sequence,
-               *others = a->others ? a->others + step * a->others_step + q * a->others_sequence : weights;
-    int64_t n = a->entries, row = (step * a->sequences + q) * n;
-    double sum = 0, all = 0;
-    for (int64_t start = 0; start < n; start += ADDED) {
-        reals part = {0}, whole_part = {0};
-        for (int64_t j = start; j < n && j < start + ADDED; j += LANES) {
-            real *shares = a->shares + row + j;
-            reals share = n - j >= LANES ? load(shares) : load_some(shares, 1, n - j, 0);
-            reals terms = log_of(a, weights + j, n - j), deep = terms - LOG_DEEPEST;
-            if (a->exact && any((share > 0) & (deep < 0)) && !a->exact[q]) {
-                share *= where(deep < LOG_DEEPEST, (reals){0}, exponential(smaller(deep, (reals){0}), NO_TAIL));
-                put(shares, share, n - j);
-            }
-            if (a->others) terms -= log_of(a, others + j, n - j);
-            terms = where(share > 0, share * terms, (reals){0});
-            if (a->products) put(a->products + row + j, terms, n - j);
-            part += terms, whole_part += where(share > 0, share, (reals){0});
+/* The mean of c logarithms, or of those of weights, `step` apart, less those of `minus`, under shares that need not add up
+   to 1; 0 if there are none. `raised`: shares are those of loops. */
+static double mean_of(const Chain *a, int are_logs, int raised, const real *from, int64_t step, const real *minus,
+                      int64_t minus_step, real *shares) {
+    reals sum = {0}, all = {0};
+    for (int64_t j = 0, c = a->states; j < c; j += LANES) {
+        reals share = row_of_logs(1, shares + j, 1, c - j), terms = row_of_logs(are_logs, from + j * step, step, c - j);
+        reals deep = terms - LOG_DEEPEST;
+        if (are_logs && raised && any((share > 0) & (deep < 0))) {
+            share *= where(deep < LOG_DEEPEST, (reals){0}, exponential(smaller(deep, (reals){0}), NO_TAIL));
+            store_some(shares + j, share, c - j);
         }
-        sum += total(part), all += total(whole_part);
+        if (minus) terms -= row_of_logs(are_logs, minus + j * minus_step, minus_step, c - j);
+        sum += where(share > 0, share * terms, (reals){0}), all += where(share > 0, share, (reals){0});
     }
-    return all > 0 ? sum / all : 0;
+    real whole_sum = total(all);
+    return whole_sum > 0 ? (double)total(sum) / (double)whole_sum : 0;
 }
 
-EXPORT int64_t EXPORTED(logchain_means)(const Means *a) {
-    for (int64_t q = a->first; q < a->last && a->room; q++) {
-        double sum = 0;
-        for (int64_t step = 0; step < a->steps; step++) sum += mean_of(a, step, q);
-        a->means[q] = sum;
+/* log Z and `means` of a thread's sequences; posteriors are left in grad_x. Without counts, means of lossy sequences are
+   NaN. With counts all sequences are marked as lossy, and log P is not in the means: the counts are left to the caller. */
+EXPORT int64_t EXPORTED(logchain_means)(const Chain *a) {
+    int exact = a->counts || a->grad_bulk;
+    int64_t forward = exact ? EXPORTED(logchain_redo_forward)(a) : EXPORTED(logchain_forward)(a);
+    int64_t backward = exact ? EXPORTED(logchain_redo_backward)(a) : EXPORTED(logchain_backward)(a);
+    const Chain *second = a->second;
+    for (int64_t place = a->first; place < a->last && a->room; place++) {
+        int64_t q = sequence_in(a, place), set = q / a->members;
+        if (a->lossy[q] && !exact) a->means[q] = (double)__builtin_nanf("");
+        if (!has_gradient(a, q) || a->means[q] != a->means[q]) continue;
+        double sum = 0; /* small, and log P may be large */
+        for (int64_t step = 0; step < steps_of(a, q); step++) {
+            const real *minus = second ? x_at(second, set, q, step) : 0;
+            sum += mean_of(a, 1, !exact, x_at(a, set, q, step), 1, minus, 1, gradient_at(a, set, q, step));
+        }
+        sum += mean_of(a, (int)a->logarithms, !exact, p0_at(a, q), a->p0_state, second ? p0_at(second, q) : 0,
+                       second ? second->p0_state : 0, gradient_at(a, set, q, 0));
+        a->means[q] += sum;
     }
-    return 0;
+    return larger_of(forward, backward);
 }
