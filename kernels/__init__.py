@@ -22,7 +22,6 @@ from .structured import Arcs, Factors
 _MODULES = {
     "forward": ("gpu.forward", "cpu.forward", "plain.forward"),
     "backward": ("gpu.backward", "cpu.backward", "plain.backward"),
-    "messages": ("plain.messages", "cpu.messages", "plain.messages"),
     "path": ("gpu.viterbi", "cpu.viterbi", "plain.viterbi"),
     "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
@@ -115,11 +114,6 @@ def in_large_pages(tensor: Tensor) -> Tensor:
 
         advised(tensor)
     return tensor
-
-
-def message_kernels(tensor: Tensor) -> ModuleType:
-    """The module of `messages`, forward and backward, see `kernels.plain.messages`."""
-    return _module("messages", tensor)
 
 
 def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool) -> tuple[int, int]:

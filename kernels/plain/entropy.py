@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, in_c, in_triton, message_kernels, messages_of, on_gpu
+from .. import chain_kernels, in_c, in_triton, messages_of, on_gpu
 from ..chain import Chain
 from ..choice import load
 
@@ -193,9 +193,24 @@ def _misses(p: Chain, q: Chain) -> Tensor:
     ):
         return torch.zeros(g, m, dtype=torch.bool)
     closed, closed_starts, shut = (other <= q.zero) & (bulk > p.zero), closed_starts <= q.zero, other_x == -math.inf
-    forward, backward = (p.x.new_empty(v, *p.lead, c, dtype=p.dtype) for _ in range(2))
-    message_kernels(p.x).messages(p, forward, backward)
-    reached, continued = (each.reshape(v, g, m, c) > -math.inf for each in (forward, backward))
+    reached, continued = _possible(x > -math.inf, bulk > p.zero, starts > p.zero, p.ends)
     missed = ((reached & continued & shut).any(0) | (reached[0] & continued[0] & closed_starts)).any(-1)
     into = reached[:-1].to(p.dtype) @ closed.to(p.dtype)
     return missed | ((into > 0) & continued[1:] & (x[1:] > -math.inf)).any(-1).any(0)
+
+
+def _possible(x: Tensor, bulk: Tensor, start: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Whether a path leads to each state (v, g, m, c), and from it to its sequence's end, of what is not forbidden.
+
+    `x` (v, g, m, c), `bulk` (s, g, c, c), `start` (g, m, c): which states and transitions are allowed.
+    """
+    v, allowed = len(x), bulk.float()
+    steps = torch.arange(v, device=x.device).view(-1, 1, 1, 1)
+    last, inside = (steps == v - 1, steps < v) if ends is None else (steps == ends - 1, steps < ends)
+    reached, continued = [start & x[0]], [last[-1].expand_as(start)]
+    for i in range(1, v):
+        into, out = allowed[i - 1 if len(allowed) > 1 else 0], allowed[v - 1 - i if len(allowed) > 1 else 0]
+        reached.append(((reached[-1].float() @ into) > 0) & x[i] & inside[i])
+        following = (continued[-1] & x[v - i]).float() @ out.mT
+        continued.append(((following > 0) | last[v - 1 - i]) & inside[v - 1 - i])
+    return torch.stack(reached), torch.stack(continued[::-1])
