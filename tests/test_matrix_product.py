@@ -10,6 +10,7 @@ import torch
 
 import logchain
 from logchain import reference
+from logchain.kernels.cpu import arguments
 from logchain.kernels.cpu import product as loops
 from logchain.kernels.plain import product as plain_product
 from logchain.memory import peak_bytes
@@ -41,7 +42,7 @@ CASES += [("gpu", "offsets", 2, 5, F64), *(("gpu", "mixed", 2, s, F32) for s in 
 def threads(request, monkeypatch):
     """Whether stacks are cut for threads, however few multiply-adds they are."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    monkeypatch.setattr(loops, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(loops, "_SHORTEST", 2)
     return request.param
 
