@@ -63,116 +63,106 @@ static Node node_of(const Tree *t, int64_t first, int64_t last, int64_t slot) {
     return n;
 }
 
-/* Vectors of a row: of `few` states, fewer than a vector's lanes, one; of many, for `few` = 0, the last one overlaps. */
-INLINE int64_t parts_of(const int64_t few, int64_t c) { return few ? 1 : vectors_of(c); }
-INLINE int64_t part_at(const int64_t few, int64_t k, int64_t c) { return few ? 0 : start_of(k, c); }
-INLINE reals read_states(const int64_t few, const real *from, real fill) {
-    return few ? load_some(from, 1, few, fill) : load(from);
+/* A vector of a row or matrix of which `left` entries remain. */
+INLINE reals read(const real *from, int64_t left, real fill) {
+    return left < LANES ? load_some(from, 1, left, fill) : load(from);
 }
-INLINE void write_states(const int64_t few, real *to, reals a) {
-    if (few) store_some(to, a, few);
+INLINE void write(real *to, reals a, int64_t left) {
+    if (left < LANES) store_some(to, a, left);
     else store(to, a);
 }
-INLINE reals highest_in(const int64_t few, int64_t c, const real *row, real fill) {
-    reals high = splat(fill);
-    for (int64_t k = 0; k < parts_of(few, c); k++)
-        high = larger(read_states(few, row + part_at(few, k, c), fill), high);
-    return high;
+INLINE real highest_of(int64_t count, const real *from) {
+    reals high = splat(-INFINITE);
+    for (int64_t j = 0; j < count; j += LANES) high = larger(read(from + j, count - j, -INFINITE), high);
+    return largest(high);
 }
-
-/* to = factor row, which may be the same. */
-INLINE void scale_row(const int64_t few, int64_t c, const real *row, real factor, real *to) {
-    int64_t last = few ? 0 : c - LANES;
-    reals end = read_states(few, row + last, 0) * factor;
-    for (int64_t j = 0; j < last; j += LANES) store(to + j, load(row + j) * factor);
-    write_states(few, to + last, end);
+INLINE void scale(int64_t count, const real *from, real factor, real *to) {
+    for (int64_t j = 0; j < count; j += LANES) write(to + j, read(from + j, count - j, 0) * factor, count - j);
 }
-
-INLINE int is_even(int64_t c, Node n) {
-    int uneven = 0;
-    for (int64_t r = 0; r < c; r++) uneven |= n.exponents[r] != 0;
-    return !uneven;
+INLINE int are_zero(int64_t count, const real *from) {
+    wholes other = {0};
+    for (int64_t j = 0; j < count; j += LANES) other |= read(from + j, count - j, 0) != 0;
+    return !any(other);
 }
 
 /* out = a b, with a[r, k] at r a_row + k a_k. */
-INLINE void multiply_states(const int64_t few, int64_t c, const real *a, int64_t a_row, int64_t a_k, const real *b,
-                            real *out) {
-    reals rows[LANES], sums[LANES];
-    if (!few) multiply((Product){c, c, c, a, a_row, a_k, b, c, out, c});
-    for (int64_t k = 0; k < few; k++) rows[k] = load_some(b + k * few, 1, few, 0);
-    for (int64_t r = 0; r < few; r++) {
-        sums[r] = a[r * a_row] * rows[0];
-        for (int64_t k = 1; k < few; k++) sums[r] += a[r * a_row + k * a_k] * rows[k];
+INLINE void multiply_states(const int64_t c, const real *a, int64_t a_row, int64_t a_k, const real *b, real *out) {
+    reals rows[LANES], sum;
+    if (c > LANES || (c == LANES && c > 8)) {
+        multiply((Product){c, c, c, a, a_row, a_k, b, c, out, c});
+        return;
     }
-    for (int64_t r = 0; r < few; r++) store_some(out + r * few, sums[r], few);
+    for (int64_t k = 0; k < c; k++) rows[k] = load_some(b + k * c, 1, c, 0);
+    for (int64_t r = 0; r < c; r++, out += c) {
+        sum = a[r * a_row] * rows[0];
+        for (int64_t k = 1; k < c; k++) sum += a[r * a_row + k * a_k] * rows[k];
+        store_some(out, sum, c);
+    }
 }
 
-/* V of a row of logarithms; whether an entry is raised. `below`: the row's largest less the matrix's, or 0. */
-INLINE int write_leaf_row(const int64_t few, Tree *t, const real *from, real top, real below, real *to, real *exponent) {
-    int64_t c = t->a->states, is_far = !(below >= -FARTHEST / 2);
+/* V of logarithms of which the largest is `top`; whether an entry is raised. */
+INLINE int write_linear(int64_t count, const real *from, real top, real exponent, real *to) {
     wholes raised = {0};
-    t->lossy |= is_far && below != -INFINITE;
-    real power = *exponent = is_far ? 0 : (real)(int64_t)(below * LOG2_E);
-    if (below == -INFINITE) *exponent = IMPOSSIBLE;
-    for (int64_t k = 0; k < parts_of(few, c); k++) {
-        reals x = read_states(few, from + part_at(few, k, c), -INFINITE), less = x - top - power * LN2_HIGH - power * LN2_LOW;
-        reals v = exponential(where(x == -INFINITE, x, larger(splat(LOG_DEEPEST), less)), NO_TAIL) * power_of_two(CENTER);
-        write_states(few, to + part_at(few, k, c), v);
-        raised |= (v > 0) & (v < 2 * RAISED);
+    for (int64_t j = 0; j < count; j += LANES) {
+        reals x = read(from + j, count - j, -INFINITE), below = x - top - exponent * LN2_HIGH - exponent * LN2_LOW;
+        reals v = exponential(where(x == -INFINITE, x, larger(splat(LOG_DEEPEST), below)), NO_TAIL);
+        raised |= (v > 0) & (v < power_of_two(1 - DEEPEST));
+        write(to + j, v * power_of_two(CENTER), count - j);
     }
     return any(raised);
 }
 
-/* V of a leaf; with exponents where an entry would be raised. */
-INLINE void write_leaf(const int64_t few, Tree *t, int64_t index, Node *n) {
+/* V of a leaf, with exponents where an entry is raised otherwise. */
+INLINE void write_leaf(const int64_t c, Tree *t, int64_t index, Node *n) {
     const Stack *a = t->a;
-    int64_t c = a->states, row = a->stack_row, raised = 0;
     const real *from = a->stack + t->set * a->stack_set + index * a->stack_step;
-    if (a->stack_column != 1) {
-        for (int64_t r = 0; r < c; r++) gather(c, c, from + r * row, a->stack_column, 0, t->sums + r * c);
-        from = t->sums, row = c;
+    if (a->stack_column != 1 || a->stack_row != c) {
+        for (int64_t r = 0; r < c; r++) gather(c, c, from + r * a->stack_row, a->stack_column, 0, t->sums + r * c);
+        from = t->sums;
     }
-    reals high = splat(-INFINITE);
-    for (int64_t r = 0; r < c; r++) high = larger(highest_in(few, c, from + r * row, -INFINITE), high);
-    real top = largest(high);
-    top = top == -INFINITE ? 0 : top, n->offset = (Sum){(double)top, 0}, n->exponents[c] = 0;
-    for (int64_t r = 0; r < c; r++)
-        raised |= write_leaf_row(few, t, from + r * row, top, 0, n->values + r * c, n->exponents + r);
-    for (int64_t r = 0; r < c && raised; r++) {
-        real below = largest(highest_in(few, c, from + r * row, -INFINITE)) - top;
-        write_leaf_row(few, t, from + r * row, top, below, n->values + r * c, n->exponents + r);
+    real top = highest_of(c * c, from);
+    top = top == -INFINITE ? 0 : top, n->offset = (Sum){(double)top, 0};
+    clear(c + 1, n->exponents);
+    if (!write_linear(c * c, from, top, 0, n->values)) return;
+    for (int64_t r = 0; r < c; r++) {
+        real below = highest_of(c, from + r * c) - top;
+        int is_far = !(below >= -FARTHEST / 2), is_zero = below == -INFINITE;
+        real exponent = is_far ? 0 : (real)(int64_t)(below * LOG2_E);
+        write_linear(c, from + r * c, top, exponent, n->values + r * c);
+        n->exponents[r] = is_zero ? IMPOSSIBLE : exponent;
+        t->lossy |= is_far && !is_zero;
     }
 }
 
 /* Scales each row of V to near 2^CENTER. */
-INLINE void scale_rows(const int64_t few, int64_t c, Node n) {
+INLINE void scale_rows(const int64_t c, Node n) {
     for (int64_t r = 0; r < c; r++) {
-        real high = largest(highest_in(few, c, n.values + r * c, 0));
+        real high = highest_of(c, n.values + r * c);
         int64_t exponent = high > 0 ? exponent_of(bits_of(high)) - CENTER : 0;
-        scale_row(few, c, n.values + r * c, power_of_two(-exponent), n.values + r * c);
+        scale(c, n.values + r * c, power_of_two(-exponent), n.values + r * c);
         n.exponents[r] = high > 0 ? n.exponents[r] + (real)exponent : IMPOSSIBLE;
     }
 }
 
 /* A' and t; A and 0 where exponents b are all 0. */
-INLINE const real *scale_left(const int64_t few, Tree *t, Node left, Node right) {
-    int64_t c = t->a->states;
+INLINE const real *scale_left(const int64_t c, Tree *t, Node left, Node right) {
     clear(c, t->shifts), t->grown = 0;
-    if (is_even(c, right)) return left.values;
+    if (are_zero(c, right.exponents)) return left.values;
     for (int64_t r = 0; r < c; r++) {
-        wholes high = (wholes){0} + 4 * (whole)IMPOSSIBLE, powers;
-        for (int64_t k = 0; k < parts_of(few, c); k++) {
-            reals v = read_states(few, left.values + r * c + part_at(few, k, c), 0);
-            powers = __builtin_convertvector(read_states(few, right.exponents + part_at(few, k, c), 0), wholes);
-            high = larger_whole(where_whole(v == 0, high, ((wholes)v >> FRACTION) + powers), high);
+        const real *row = left.values + r * c;
+        wholes high = (wholes){0} + 4 * (whole)IMPOSSIBLE;
+        for (int64_t j = 0; j < c; j += LANES) {
+            reals v = read(row + j, c - j, 0), powers = read(right.exponents + j, c - j, 0);
+            wholes sums = ((wholes)v >> FRACTION) + __builtin_convertvector(powers, wholes);
+            high = larger_whole(where_whole(v == 0, high, sums), high);
         }
         whole shift = highest(high) - (BIAS + CENTER);
-        for (int64_t k = 0; k < parts_of(few, c); k++) {
-            reals v = read_states(few, left.values + r * c + part_at(few, k, c), 0);
-            powers = __builtin_convertvector(read_states(few, right.exponents + part_at(few, k, c), 0), wholes) - shift;
+        for (int64_t j = 0; j < c; j += LANES) {
+            reals v = read(row + j, c - j, 0);
+            wholes powers = __builtin_convertvector(read(right.exponents + j, c - j, 0), wholes) - shift;
             wholes raised = ((wholes)v >> FRACTION) + powers < BIAS + CENTER - DEEPEST;
-            reals shifted = where(raised, splat(RAISED), (reals)((wholes)v + (powers << FRACTION)));
-            write_states(few, t->scaled + r * c + part_at(few, k, c), where(v == 0, v, shifted));
+            reals scaled = where(raised, splat(RAISED), (reals)((wholes)v + (powers << FRACTION)));
+            write(t->scaled + r * c + j, where(v == 0, v, scaled), c - j);
             t->grown |= any((v != 0) & (v < 4 * RAISED) & (powers > 1));
         }
         t->shifts[r] = (real)shift;
@@ -181,89 +171,82 @@ INLINE const real *scale_left(const int64_t few, Tree *t, Node left, Node right)
 }
 
 /* S, and its largest; whether all are 0 or trusted. */
-INLINE int find_products(const int64_t few, Tree *t, Node left, Node right, real *most) {
-    int64_t c = t->a->states;
+INLINE int find_products(const int64_t c, Tree *t, Node left, Node right, real *most) {
     reals high = {0}, limit = splat((real)c * LEAST_SUM);
     wholes doubtful = {0};
-    multiply_states(few, c, scale_left(few, t, left, right), c, 1, right.values, t->sums);
-    for (int64_t r = 0; r < c; r++)
-        for (int64_t k = 0; k < parts_of(few, c); k++) {
-            reals s = read_states(few, t->sums + r * c + part_at(few, k, c), 0);
-            doubtful |= ~((s >= limit) & (s < INFINITE)) & (s != 0), high = larger(s, high);
-        }
+    multiply_states(c, scale_left(c, t, left, right), c, 1, right.values, t->sums);
+    for (int64_t j = 0; j < c * c; j += LANES) {
+        reals s = read(t->sums + j, c * c - j, 0);
+        doubtful |= ~((s >= limit) & (s < INFINITE)) & (s != 0), high = larger(s, high);
+    }
     *most = largest(high);
     return !any(doubtful) && !t->grown;
 }
 
-INLINE void multiply_nodes(const int64_t few, Tree *t, Node left, Node right, Node *out) {
-    int64_t c = t->a->states;
-    real most, rise = IMPOSSIBLE;
-    if (!find_products(few, t, left, right, &most)) {
-        scale_rows(few, c, left), scale_rows(few, c, right);
-        t->lossy |= !find_products(few, t, left, right, &most);
-    }
-    int64_t exponent = exponent_of(bits_of(most)) - CENTER;
-    for (int64_t r = 0; r < c; r++) {
-        scale_row(few, c, t->sums + r * c, power_of_two(-exponent), out->values + r * c);
-        out->exponents[r] = left.exponents[r] + t->shifts[r];
-        rise = out->exponents[r] > rise ? out->exponents[r] : rise;
-    }
+/* Moves the largest exponent to base; false if one is too small for a row that is not 0. */
+INLINE int level_exponents(const int64_t c, Node n) {
+    real rise = highest_of(c, n.exponents);
+    int lossy = 0;
     rise = rise < -FARTHEST ? 0 : rise;
     for (int64_t r = 0; r < c; r++) {
-        out->exponents[r] -= rise;
-        if (out->exponents[r] >= -FARTHEST) continue;
-        t->lossy |= largest(highest_in(few, c, out->values + r * c, 0)) > 0;
-        out->exponents[r] = IMPOSSIBLE;
+        n.exponents[r] -= rise;
+        if (n.exponents[r] >= -FARTHEST) continue;
+        lossy |= !are_zero(c, n.values + r * c);
+        n.exponents[r] = IMPOSSIBLE;
     }
-    out->exponents[c] = rise + (real)(exponent - CENTER);
+    n.exponents[c] += rise;
+    return !lossy;
+}
+
+INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node *out) {
+    real most;
+    if (!find_products(c, t, left, right, &most)) {
+        scale_rows(c, left), scale_rows(c, right);
+        t->lossy |= !find_products(c, t, left, right, &most);
+    }
+    int64_t exponent = exponent_of(bits_of(most)) - CENTER;
+    scale(c * c, t->sums, power_of_two(-exponent), out->values);
+    for (int64_t r = 0; r < c; r++) out->exponents[r] = left.exponents[r] + t->shifts[r];
+    out->exponents[c] = (real)(exponent - CENTER);
+    if (!are_zero(c, out->exponents)) t->lossy |= !level_exponents(c, *out);
     out->offset = left.offset;
     add(&out->offset, right.offset.sum);
     out->offset.error += right.offset.error;
     add_exponent(&out->offset, (int64_t)out->exponents[c]);
 }
 
-/* Writes G over V, or of a leaf, for a scale other than 0, the gradients of its logarithms; w is that of prefixes, or null.
-   The last vector of a row is computed before the one that it overlaps is stored. */
-INLINE reals gradient_of(reals v, reals sum, reals scaled, reals w, real scale) {
-    reals share = sum * power_of_two(-CENTER) * scaled + w;
-    return where(v == 0, (reals){0}, scale != 0 ? share * scale : share / v);
-}
-INLINE void write_gradient(const int64_t few, Tree *t, real *v, const real *scaled, const real *w, real scale) {
-    int64_t c = t->a->states, last = few ? 0 : c - LANES;
-    const real *sums = t->sums;
-    for (int64_t r = 0; r < c; r++, v += c, sums += c, scaled += c, w += w ? c : 0) {
-        reals end = gradient_of(read_states(few, v + last, 0), read_states(few, sums + last, 0),
-                                read_states(few, scaled + last, 0), w ? read_states(few, w + last, 0) : (reals){0}, scale);
-        for (int64_t j = 0; j < last; j += LANES)
-            store(v + j, gradient_of(load(v + j), load(sums + j), load(scaled + j), w ? load(w + j) : (reals){0}, scale));
-        write_states(few, v + last, end);
+/* Writes G over V, or of a leaf, for a scale other than 0, the gradients of its logarithms; w is that of prefixes, or null. */
+INLINE void write_gradient(const int64_t c, Tree *t, real *values, const real *scaled, const real *w, real scale) {
+    for (int64_t j = 0, left = c * c; left > 0; j += LANES, left -= LANES) {
+        reals v = read(values + j, left, 0), g = read(t->sums + j, left, 0) * power_of_two(-CENTER);
+        if (scaled != values) g *= read(scaled + j, left, 0) / v;
+        if (w) g += read(w + j, left, 0) / v;
+        write(values + j, where(v == 0, v, scale != 0 ? g * v * scale : g), left);
     }
 }
 
 /* Gradients of the operands from that of their product. */
-INLINE void write_gradients_of(const int64_t few, Tree *t, Node out, Node left, Node right, const real *w, real of_left,
+INLINE void write_gradients_of(const int64_t c, Tree *t, Node out, Node left, Node right, const real *w, real of_left,
                                real of_right) {
-    int64_t c = t->a->states;
-    const real *scaled = scale_left(few, t, left, right);
+    const real *scaled = scale_left(c, t, left, right);
     for (int64_t r = 0; r < c; r++) {
         real power = left.exponents[r] + t->shifts[r] - out.exponents[r] - out.exponents[c]; /* CENTER - h */
         power = power > BIAS - 1 ? BIAS - 1 : power < 1 - BIAS ? 1 - BIAS : power;           /* of a row of zeros */
-        scale_row(few, c, out.values + r * c, power_of_two((int64_t)power), t->sources + r * c);
+        scale(c, out.values + r * c, power_of_two((int64_t)power), t->sources + r * c);
     }
-    if (few) for (int64_t i = 0; i < few * few; i++) t->transposed[i] = right.values[i % few * few + i / few];
-    else transpose(c, right.values, c, t->transposed, c);
-    multiply_states(few, c, scaled, 1, c, t->sources, t->sums);
-    write_gradient(few, t, right.values, right.values, 0, of_right);
-    multiply_states(few, c, t->sources, c, 1, t->transposed, t->sums);
-    write_gradient(few, t, left.values, scaled, w, of_left);
+    if (c >= LANES) transpose(c, right.values, c, t->transposed, c);
+    else for (int64_t i = 0; i < c * c; i++) t->transposed[i] = right.values[i % c * c + i / c];
+    multiply_states(c, scaled, 1, c, t->sources, t->sums);
+    write_gradient(c, t, right.values, right.values, 0, of_right);
+    multiply_states(c, t->sources, c, 1, t->transposed, t->sums);
+    write_gradient(c, t, left.values, scaled, w, of_left);
 }
 
-/* Calls a function with the number of few states, up to 8 of them as a constant for the compiler, or 0 for many. */
-#define OF(n, f, c, ...) LANES > n && (c) == n ? f(n, __VA_ARGS__)
-#define OF_STATES(f, c, ...)                                                                                 \
-    ((c) >= LANES ? f(0, __VA_ARGS__) : OF(2, f, c, __VA_ARGS__) : OF(3, f, c, __VA_ARGS__) : OF(4, f, c, __VA_ARGS__) \
-     : OF(5, f, c, __VA_ARGS__) : OF(6, f, c, __VA_ARGS__) : OF(7, f, c, __VA_ARGS__) : OF(8, f, c, __VA_ARGS__) \
-     : f(c, __VA_ARGS__))
+/* Calls a function with the number of states, if it is small as a constant for the compiler. */
+#define OF(n, f, c, ...) (c) == n ? f(n, __VA_ARGS__)
+#define OF_STATES(f, c, ...)                                                                               \
+    (OF(2, f, c, __VA_ARGS__) : OF(3, f, c, __VA_ARGS__) : OF(4, f, c, __VA_ARGS__) : OF(5, f, c, __VA_ARGS__) \
+     : OF(6, f, c, __VA_ARGS__) : OF(7, f, c, __VA_ARGS__) : OF(8, f, c, __VA_ARGS__) : f(c, __VA_ARGS__))
 
 static void start_leaf(Tree *t, int64_t index, Node *n) { OF_STATES(write_leaf, t->a->states, t, index, n); }
 static void join(Tree *t, Node left, Node right, Node *out) {
@@ -281,7 +264,7 @@ INLINE int64_t place_of(const Tree *t, int64_t index) {
 static void write_product(const Tree *t, Node n, int64_t index) {
     const Stack *a = t->a;
     int64_t c = a->states;
-    for (int64_t r = 0, width = is_even(c, n) ? c * c : c; r < c * c; r += width) {
+    for (int64_t r = 0, width = are_zero(c, n.exponents) ? c * c : c; r < c * c; r += width) {
         Sum taken = a->out ? n.offset : (Sum){0, 0};
         add_exponent(&taken, (int64_t)n.exponents[r / c]);
         for (int64_t j = r, left = width; left > 0; j += WIDE, left -= WIDE) {
