@@ -131,12 +131,24 @@ def test_what_is_raised_adds_to_no_sum(near):
     assert_near_reference(stack.float(), near)
 
 
+def test_one_far_path_is_the_sum():
+    """All other paths are impossible; its factors are up to 900 nats below the largest entries."""
+    stack = [[[-INF, -77.0], [-INF, 132.0]], [[197.0, -706.0], [-INF, -256.0]], [[-146.0, 277.0], [-343.0, -INF]]]
+    assert_near_reference(torch.tensor([[*stack, [[359.0, 70.0], [-INF, -INF]]]], dtype=F64), 1200.0)
+
+
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 def test_what_no_path_reaches_may_grow(dtype):
     """State 0 loses 30 nats a step; the state that it cannot reach keeps all, without a trace in gradients."""
     stack = torch.tensor([[-30.0, -INF], [0.0, 0.0]], dtype=dtype).expand(1, 60, 2, 2)
     assert lossy(stack) == 0
     assert_contract(stack.clone(), *BOTH)
+
+
+def test_rows_may_fall_beyond_all_exponents():
+    """State 0 loses 1e6 nats a step, and state 1 nothing."""
+    stack = torch.tensor([[-1e6, -INF], [0.0, 0.0]]).expand(1, 20, 2, 2)
+    assert_near_reference(stack, 2e7)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])

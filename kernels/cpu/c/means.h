@@ -16,12 +16,8 @@ typedef struct {
 } Means;
 
 INLINE reals log_of(const Means *a, const real *from, int64_t left) {
-    reals entry = left >= LANES ? load(from) : load_some(from, 1, left, 0);
+    reals entry = read_some(from, left, 0);
     return a->logarithms ? entry : logarithms(entry);
-}
-INLINE void put(real *to, reals a, int64_t left) {
-    if (left >= LANES) store(to, a);
-    else store_some(to, a, left);
 }
 
 /* The mean of a step, or 0. */
@@ -35,15 +31,15 @@ static double mean_of(const Means *a, int64_t step, int64_t q) {
         reals part = {0}, whole_part = {0};
         for (int64_t j = start; j < n && j < start + ADDED; j += LANES) {
             real *shares = a->shares + row + j;
-            reals share = n - j >= LANES ? load(shares) : load_some(shares, 1, n - j, 0);
+            reals share = read_some(shares, n - j, 0);
             reals terms = log_of(a, weights + j, n - j), deep = terms - LOG_DEEPEST;
             if (a->exact && any((share > 0) & (deep < 0)) && !a->exact[q]) {
                 share *= where(deep < LOG_DEEPEST, (reals){0}, exponential(smaller(deep, (reals){0}), NO_TAIL));
-                put(shares, share, n - j);
+                write_some(shares, share, n - j);
             }
             if (a->others) terms -= log_of(a, others + j, n - j);
             terms = where(share > 0, share * terms, (reals){0});
-            if (a->products) put(a->products + row + j, terms, n - j);
+            if (a->products) write_some(a->products + row + j, terms, n - j);
             part += terms, whole_part += where(share > 0, share, (reals){0});
         }
         sum += total(part), all += total(whole_part);

@@ -63,25 +63,17 @@ static Node node_of(const Tree *t, int64_t first, int64_t last, int64_t slot) {
     return n;
 }
 
-/* A vector of a row or matrix of which `left` entries remain. */
-INLINE reals read(const real *from, int64_t left, real fill) {
-    return left < LANES ? load_some(from, 1, left, fill) : load(from);
-}
-INLINE void write(real *to, reals a, int64_t left) {
-    if (left < LANES) store_some(to, a, left);
-    else store(to, a);
-}
 INLINE real highest_of(int64_t count, const real *from) {
     reals high = splat(-INFINITE);
-    for (int64_t j = 0; j < count; j += LANES) high = larger(read(from + j, count - j, -INFINITE), high);
+    for (int64_t j = 0; j < count; j += LANES) high = larger(read_some(from + j, count - j, -INFINITE), high);
     return largest(high);
 }
 INLINE void scale(int64_t count, const real *from, real factor, real *to) {
-    for (int64_t j = 0; j < count; j += LANES) write(to + j, read(from + j, count - j, 0) * factor, count - j);
+    for (int64_t j = 0; j < count; j += LANES) write_some(to + j, read_some(from + j, count - j, 0) * factor, count - j);
 }
 INLINE int are_zero(int64_t count, const real *from) {
     wholes other = {0};
-    for (int64_t j = 0; j < count; j += LANES) other |= read(from + j, count - j, 0) != 0;
+    for (int64_t j = 0; j < count; j += LANES) other |= read_some(from + j, count - j, 0) != 0;
     return !any(other);
 }
 
@@ -104,10 +96,10 @@ INLINE void multiply_states(const int64_t c, const real *a, int64_t a_row, int64
 INLINE int write_linear(int64_t count, const real *from, real top, real exponent, real *to) {
     wholes raised = {0};
     for (int64_t j = 0; j < count; j += LANES) {
-        reals x = read(from + j, count - j, -INFINITE), below = x - top - exponent * LN2_HIGH - exponent * LN2_LOW;
+        reals x = read_some(from + j, count - j, -INFINITE), below = x - top - exponent * LN2_HIGH - exponent * LN2_LOW;
         reals v = exponential(where(x == -INFINITE, x, larger(splat(LOG_DEEPEST), below)), NO_TAIL);
         raised |= (v > 0) & (v < power_of_two(1 - DEEPEST));
-        write(to + j, v * power_of_two(CENTER), count - j);
+        write_some(to + j, v * power_of_two(CENTER), count - j);
     }
     return any(raised);
 }
@@ -125,8 +117,8 @@ INLINE void write_leaf(const int64_t c, Tree *t, int64_t index, Node *n) {
     clear(c + 1, n->exponents);
     if (!write_linear(c * c, from, top, 0, n->values)) return;
     for (int64_t r = 0; r < c; r++) {
-        real below = highest_of(c, from + r * c) - top;
-        int is_far = !(below >= -FARTHEST / 2), is_zero = below == -INFINITE;
+        real high = highest_of(c, from + r * c), below = high - top;
+        int is_far = !(below >= -FARTHEST / 2), is_zero = high == -INFINITE;
         real exponent = is_far ? 0 : (real)(int64_t)(below * LOG2_E);
         write_linear(c, from + r * c, top, exponent, n->values + r * c);
         n->exponents[r] = is_zero ? IMPOSSIBLE : exponent;
@@ -152,17 +144,17 @@ INLINE const real *scale_left(const int64_t c, Tree *t, Node left, Node right) {
         const real *row = left.values + r * c;
         wholes high = (wholes){0} + 4 * (whole)IMPOSSIBLE;
         for (int64_t j = 0; j < c; j += LANES) {
-            reals v = read(row + j, c - j, 0), powers = read(right.exponents + j, c - j, 0);
+            reals v = read_some(row + j, c - j, 0), powers = read_some(right.exponents + j, c - j, 0);
             wholes sums = ((wholes)v >> FRACTION) + __builtin_convertvector(powers, wholes);
             high = larger_whole(where_whole(v == 0, high, sums), high);
         }
         whole shift = highest(high) - (BIAS + CENTER);
         for (int64_t j = 0; j < c; j += LANES) {
-            reals v = read(row + j, c - j, 0);
-            wholes powers = __builtin_convertvector(read(right.exponents + j, c - j, 0), wholes) - shift;
+            reals v = read_some(row + j, c - j, 0);
+            wholes powers = __builtin_convertvector(read_some(right.exponents + j, c - j, 0), wholes) - shift;
             wholes raised = ((wholes)v >> FRACTION) + powers < BIAS + CENTER - DEEPEST;
-            reals scaled = where(raised, splat(RAISED), (reals)((wholes)v + (powers << FRACTION)));
-            write(t->scaled + r * c + j, where(v == 0, v, scaled), c - j);
+            reals scaled = where(raised, splat(RAISED), (reals)((naturals)v + ((naturals)powers << FRACTION)));
+            write_some(t->scaled + r * c + j, where(v == 0, v, scaled), c - j);
             t->grown |= any((v != 0) & (v < 4 * RAISED) & (powers > 1));
         }
         t->shifts[r] = (real)shift;
@@ -176,7 +168,7 @@ INLINE int find_products(const int64_t c, Tree *t, Node left, Node right, real *
     wholes doubtful = {0};
     multiply_states(c, scale_left(c, t, left, right), c, 1, right.values, t->sums);
     for (int64_t j = 0; j < c * c; j += LANES) {
-        reals s = read(t->sums + j, c * c - j, 0);
+        reals s = read_some(t->sums + j, c * c - j, 0);
         doubtful |= ~((s >= limit) & (s < INFINITE)) & (s != 0), high = larger(s, high);
     }
     *most = largest(high);
@@ -202,7 +194,8 @@ INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node
     real most;
     if (!find_products(c, t, left, right, &most)) {
         scale_rows(c, left), scale_rows(c, right);
-        t->lossy |= !find_products(c, t, left, right, &most);
+        t->lossy = !find_products(c, t, left, right, &most);
+        if (t->lossy) return;
     }
     int64_t exponent = exponent_of(bits_of(most)) - CENTER;
     scale(c * c, t->sums, power_of_two(-exponent), out->values);
@@ -218,10 +211,10 @@ INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node
 /* Writes G over V, or of a leaf, for a scale other than 0, the gradients of its logarithms; w is that of prefixes, or null. */
 INLINE void write_gradient(const int64_t c, Tree *t, real *values, const real *scaled, const real *w, real scale) {
     for (int64_t j = 0, left = c * c; left > 0; j += LANES, left -= LANES) {
-        reals v = read(values + j, left, 0), g = read(t->sums + j, left, 0) * power_of_two(-CENTER);
-        if (scaled != values) g *= read(scaled + j, left, 0) / v;
-        if (w) g += read(w + j, left, 0) / v;
-        write(values + j, where(v == 0, v, scale != 0 ? g * v * scale : g), left);
+        reals v = read_some(values + j, left, 0), g = read_some(t->sums + j, left, 0) * power_of_two(-CENTER);
+        if (scaled != values) g *= read_some(scaled + j, left, 0) / v;
+        if (w) g += read_some(w + j, left, 0) / v;
+        write_some(values + j, where(v == 0, v, scale != 0 ? g * v * scale : g), left);
     }
 }
 
@@ -280,9 +273,10 @@ static void write_product(const Tree *t, Node n, int64_t index) {
 static Node product_of(Tree *t, int64_t first, int64_t last, int64_t slot) {
     Node n = node_of(t, first, first + 1, slot);
     start_leaf(t, first, &n);
-    for (int64_t middle = first + 1, end; middle < last && !t->lossy; middle = end) {
+    for (int64_t middle = first + 1, end; middle < last; middle = end) {
         end = t->a->prefixes ? middle + 1 : 2 * middle - first < last ? 2 * middle - first : last;
         Node left = n, right = product_of(t, middle, end, slot + 1);
+        if (t->lossy) break;
         n = node_of(t, first, end, slot);
         join(t, left, right, &n);
         if (t->a->prefixes && !t->a->grad) write_product(t, n, middle);
