@@ -241,6 +241,16 @@ def test_one_stack_alone_is_recomputed(value, inplace, threads):
         torch.testing.assert_close(dirty[2][1, :3], clean[2][1, :3], rtol=2.0**-21, atol=2e-5)
 
 
+@pytest.mark.parametrize("c", [1, 3, 20])
+@pytest.mark.parametrize("place", range(5))
+def test_nan_in_any_matrix_reaches_results(place, c):
+    stack = torch.zeros(1, 5, c, c)
+    stack[0, place, 0, c // 2] = NAN
+    product, gradient, prefixes, others = gradients(stack)
+    assert product.isnan().any() and gradient.isnan().any() and others.isnan().any()
+    assert prefixes.isnan().any((0, 2, 3)).tolist() == [i >= place for i in range(5)]
+
+
 @pytest.mark.parametrize("backend", [parameter(name) for name in ("cpu", "plain", "gpu")], indirect=True)
 def test_float64_keeps_what_sums_of_offsets_lose(threads, backend):
     steps = torch.tensor([1e15, 0.3, -1e15] * 40, dtype=F64, device=backend)

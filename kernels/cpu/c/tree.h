@@ -1,16 +1,17 @@
 /* Products of stacks of matrices of logarithms on a binary tree, in linear numbers with scales; and their gradients.
 
-       S = A' B      A'_ik = A_ik 2^(b_k - t_i)      V = S 2^-h      v_i = a_i + t_i - rise      base = rise + h - CENTER
+       S = A' B     A'_ik = A_ik 2^(b_k - t_i)     V = S 2^-h     v_i = a_i + t_i - rise     base = rise + h - CENTER
 
-   A node is a matrix V of numbers near 2^CENTER or less; log V_ij + (v_i - CENTER) log 2 + offset are its logarithms, where
-   `base` log 2 is part of the offset. Mostly all exponents v of rows are 0, and A' is A. The tree is that of reduction in
-   kernels/order.py, depth first. With w the gradients of a product's logarithms, G = w / V, or 0 where V is:
+   A node is a matrix V of numbers near 2^CENTER or less. Its logarithms are log V_ij + (v_i - CENTER) log 2 + offset,
+   and `base` log 2 is part of the offset. Mostly all exponents v of rows are 0, and A' is A. The tree is that of
+   `reduction` in kernels/order.py, depth first. With w the gradients of a product's logarithms, G = w / V, or 0 where
+   V is:
 
        W_ij = G_ij 2^(CENTER - h)      G of A = (W B^T) 2^-CENTER A' / A      G of B = (A'^T W) 2^-CENTER
 
-   V is 0 only where no path leads. Leaves and A' are raised to RAISED, so that products are normal numbers. A raised term
-   adds at most RAISED 2^(CENTER + 1) to a sum. Where one below c LEAST_SUM is not 0, rows of A and B are scaled to near
-   2^CENTER. If there still is one, or an exponent is beyond FARTHEST, the product is lossy. */
+   V is 0 only where no path leads. Leaves and A' are raised to RAISED, so that products are normal numbers. A raised
+   term adds at most RAISED 2^(CENTER + 1) to a sum. Where a sum below c LEAST_SUM is not 0, rows of A and B are scaled
+   to near 2^CENTER. If there still is one, or an exponent is beyond FARTHEST, the product is lossy. */
 #pragma once
 #include "matmul.h"
 
@@ -43,7 +44,7 @@ typedef struct {
     int64_t set, unit, first, last;                      /* matrices of the unit */
     real *values, *exponents;                            /* nodes */
     real *shifts, *scaled, *sums, *transposed, *sources; /* t; A'; S; B^T; W */
-    int lossy, grown; /* grown: what an entry of A was raised by is larger in A' */
+    int lossy, grown; /* grown: what an entry of A was raised by is larger in A', or one is NaN */
 } Tree;
 
 /* The first matrix of the right operand of a product: the left one has a power of two of matrices, or all but one. */
@@ -53,8 +54,8 @@ INLINE int64_t middle_of(const Tree *t, int64_t first, int64_t last) {
     return t->a->prefixes ? last - 1 : first + half;
 }
 
-/* The memory of the product of some matrices. All are saved for gradients, and leaves where their gradients go; otherwise
-   those that wait for a right operand. */
+/* The memory of the product of some matrices. All are saved for gradients, and leaves where their gradients go;
+   otherwise those that wait for a right operand. */
 static Node node_of(const Tree *t, int64_t first, int64_t last, int64_t slot) {
     int64_t c = t->a->states, one = last - first == 1;
     if (t->a->grad) slot = one ? t->last + first - 2 * t->first : middle_of(t, first, last) - t->first;
@@ -69,7 +70,8 @@ INLINE real highest_of(int64_t count, const real *from) {
     return largest(high);
 }
 INLINE void scale(int64_t count, const real *from, real factor, real *to) {
-    for (int64_t j = 0; j < count; j += LANES) write_some(to + j, read_some(from + j, count - j, 0) * factor, count - j);
+    for (int64_t j = 0; j < count; j += LANES)
+        write_some(to + j, read_some(from + j, count - j, 0) * factor, count - j);
 }
 INLINE int are_zero(int64_t count, const real *from) {
     wholes other = {0};
@@ -155,7 +157,7 @@ INLINE const real *scale_left(const int64_t c, Tree *t, Node left, Node right) {
             wholes raised = ((wholes)v >> FRACTION) + powers < BIAS + CENTER - DEEPEST;
             reals scaled = where(raised, splat(RAISED), (reals)((naturals)v + ((naturals)powers << FRACTION)));
             write_some(t->scaled + r * c + j, where(v == 0, v, scaled), c - j);
-            t->grown |= any((v != 0) & (v < 4 * RAISED) & (powers > 1));
+            t->grown |= any(((v != 0) & (v < 4 * RAISED) & (powers > 1)) | ~(v < INFINITE));
         }
         t->shifts[r] = (real)shift;
     }
@@ -208,7 +210,7 @@ INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node
     add_exponent(&out->offset, (int64_t)out->exponents[c]);
 }
 
-/* Writes G over V, or of a leaf, for a scale other than 0, the gradients of its logarithms; w is that of prefixes, or null. */
+/* Writes G over V, or for a scale other than 0, the gradients of a leaf's logarithms; w is that of prefixes, or null. */
 INLINE void write_gradient(const int64_t c, Tree *t, real *values, const real *scaled, const real *w, real scale) {
     for (int64_t j = 0, left = c * c; left > 0; j += LANES, left -= LANES) {
         reals v = read_some(values + j, left, 0), g = read_some(t->sums + j, left, 0) * power_of_two(-CENTER);
@@ -300,7 +302,8 @@ static void write_gradients(Tree *t, Node root) {
     const Stack *a = t->a;
     const real *w = a->weights + place_of(t, t->last - 1);
     Mode before = flush_to_zero(1);
-    for (int64_t i = 0; i < a->states * a->states; i++) root.values[i] = root.values[i] == 0 ? 0 : w[i] / root.values[i];
+    real *v = root.values;
+    for (int64_t i = 0; i < a->states * a->states; i++) v[i] = v[i] == 0 ? 0 : w[i] / v[i];
     gradients_below(t, t->first, t->last);
     set_mode(before);
 }
