@@ -123,8 +123,7 @@ class _OnDevice(ModuleType):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        tree = self._names[0] == "gpu.product" and name == "Kept"
-        function = _Tree if tree else partial(_call, *self._names, name)
+        function = partial(_call, *self._names, name)
         setattr(self, name, function)
         return function
 
@@ -185,23 +184,6 @@ def _reason(error: Exception) -> str:
             kernel = f"kernel {launched.fn.__name__}"
         trace = trace.tb_next
     return f"{kernel} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-
-
-class _Tree:
-    """`Kept` of products of stacks; where a kernel of its gradient does not compile, torch operations repeat it."""
-
-    def __init__(self, stack: Tensor, into: Tensor) -> None:
-        self._operands = stack, into
-        self._nodes = _call("gpu.product", "plain.product", "Kept", stack, into)
-
-    def root(self) -> Any:
-        return self._nodes.root()
-
-    def gradient(self, weight: Tensor) -> None:
-        def repeated() -> None:
-            load("plain.product").Kept(*self._operands).gradient(weight)
-
-        _attempt(partial(self._nodes.gradient, weight), repeated)
 
 
 def _forward(*args: Any, halved: bool = False, **options: Any) -> tuple[Kept, Message | None]:

@@ -71,7 +71,7 @@ def near_one(weight: Tensor) -> tuple[Tensor, float]:
 
     The largest weight is then between 1 and 2; weights within 2^-20 to 2^20 are returned as they are, with 1.
     """
-    top = weight.abs().amax().item() if weight.numel() else 1.0
+    top = torch.linalg.vector_norm(weight, math.inf).item() if weight.numel() else 1.0
     if 2.0**-20 <= top <= 2.0**20 or not math.isfinite(top) or top == 0:
         return weight, 1.0
     scale = 2.0 ** (math.frexp(top)[1] - 1)

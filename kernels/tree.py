@@ -8,7 +8,7 @@ says which nodes are multiplied when, and where results lie; the product of two 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,22 +52,12 @@ class Nodes:
         self.offset.copy_(other.offset)
 
 
-class Product(NamedTuple):
-    """The logarithms of products, `values` (g, c, c) + `offset` (r, g), and the number of `rescued` entries.
-
-    `offset` is float64; an entry is rescued if its sum underflowed and was computed again by log-sum-exp.
-    """
-
-    values: Tensor
-    offset: Tensor
-    rescued: int | Tensor
-
-    def total(self, dtype: torch.dtype) -> Tensor:
-        """The logarithms (g, c, c) in a dtype."""
-        high, *lost = self.offset.unbind(0)
-        # the digits of the offset that the dtype has no room for are added to the values, which are small
-        low = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
-        return (self.values + low.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
+def total(values: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithms (g, c, c) `values` + `offset` in a dtype; the offset (r, g) is float64."""
+    high, *rest = offset.unbind(0)
+    # the digits of the offset that the dtype has no room for are added to the values, which are small
+    low = (rest[0] if rest else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
+    return (values + low.to(values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
 
 
 class Arithmetic:
@@ -123,8 +113,11 @@ class Arithmetic:
         out.offset.copy_(total.movedim(0, -1))
 
 
-def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
-    """The products of stacks (g, s, c, c) of any floating dtype, computed in the memory of `stack` if `inplace`."""
+def write_product(kind: type[Arithmetic], stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
+    """The number of recomputed entries of the products of stacks (g, s, c, c), written to `out` (g, c, c).
+
+    Stacks have any floating dtype; products are computed in the memory of `stack` if `inplace`.
+    """
     g, s, c, _ = stack.shape
     arithmetic = _arithmetic(kind, stack)
     leaves, dtype = Nodes.leaves(stack), _dtype(stack)
@@ -134,54 +127,27 @@ def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
         left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
         right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
         arithmetic.multiply(left, right, nodes.at(halved(step.left)))
-    return _root((nodes if s > 1 else leaves).at(slice(0, 1)), arithmetic)
-
-
-def write_product(kind: type[Arithmetic], stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
-    """The number of rescued entries of products, see `product`, whose logarithms (g, c, c) are written to `out`."""
-    whole = product(kind, stack, inplace=inplace)
-    out.copy_(whole.total(out.dtype))
-    return whole.rescued
+    root = nodes if s > 1 else leaves
+    out.copy_(total(root.values[:, 0].to(dtype), root.offset[:, 0].T, out.dtype))
+    return arithmetic.recomputed()
 
 
 def product_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
     """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks; weights are (g, c, c)."""
-    Kept(kind, stack, into).gradient(weight)
-
-
-class Kept:
-    """All nodes of the tree of stacks (g, s, c, c), kept until gradients are written `into` a tensor of that shape."""
-
-    def __init__(self, kind: type[Arithmetic], stack: Tensor, into: Tensor) -> None:
-        self._arithmetic, self._into = _arithmetic(kind, stack), into
-        # each product is kept in the slot of its right operand
-        self._leaves, self._nodes = Nodes.leaves(stack), Nodes.over(torch.empty_like(into))
-        self._steps = list(reduction(stack.shape[1]))
-        for step in self._steps:
-            self._arithmetic.multiply(*self._operands(step), self._nodes.at(step.right))
-
-    def root(self) -> Product:
-        """The products of all matrices."""
-        root = self._nodes.at(self._steps[-1].right) if self._steps else self._leaves
-        return _root(root, self._arithmetic)
-
-    def gradient(self, weight: Tensor) -> None:
-        """Write the gradients of `sum(weight * log product)`, from the root down to the leaves."""
-        into = self._into
-        into[:, 0] = weight
-        if not self._steps:
-            into.masked_fill_(self._leaves.values == -torch.inf, 0.0)
-        for step in reversed(self._steps):
-            grads = into[:, step.left], into[:, step.right]
-            out = self._nodes.at(step.right)
-            self._arithmetic.gradient(grads[0], *self._operands(step), out, *grads, add=False)
-
-    def _operands(self, step: Step) -> tuple[Nodes, Nodes]:
-        return _operands(step, self._leaves, self._nodes, self._nodes)
+    arithmetic, steps = _arithmetic(kind, stack), list(reduction(stack.shape[1]))
+    leaves, nodes = Nodes.leaves(stack), Nodes.over(torch.empty_like(into))
+    for step in steps:
+        arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.right))
+    into[:, 0] = weight
+    if not steps:
+        into.masked_fill_(stack == -torch.inf, 0.0)
+    for step in reversed(steps):
+        grads, out = (into[:, step.left], into[:, step.right]), nodes.at(step.right)
+        arithmetic.gradient(grads[0], *_operands(step, leaves, nodes, nodes), out, *grads, add=False)
 
 
 def prefixes(kind: type[Arithmetic], stack: Tensor, out: Tensor) -> int | Tensor:
-    """The number of rescued entries of the products of the first 1 to s matrices, which are written to `out`."""
+    """The number of recomputed entries of the products of the first 1 to s matrices, which are written to `out`."""
     s = stack.shape[1]
     arithmetic = _arithmetic(kind, stack)
     leaves, nodes = Nodes.leaves(stack), Nodes.over(out)
@@ -222,7 +188,7 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
 
 def with_arithmetic(kind: type[Arithmetic]) -> list[Any]:
     """The functions that a module of `kernels.stack_kernels` offers, with `kind` as their arithmetic."""
-    return [partial(f, kind) for f in (product, write_product, product_gradient, prefixes, prefixes_gradient, Kept)]
+    return [partial(f, kind) for f in (write_product, product_gradient, prefixes, prefixes_gradient)]
 
 
 def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:
@@ -256,10 +222,6 @@ def _arithmetic(kind: type[Arithmetic], stack: Tensor) -> Arithmetic:
     """Arithmetic for all pairs of a level of stacks (g, s, c, c) at once."""
     g, s, c, _ = stack.shape
     return kind(g * max(1, s // 2), c, _dtype(stack), stack.device)
-
-
-def _root(root: Nodes, arithmetic: Arithmetic) -> Product:
-    return Product(root.values[:, 0].to(_dtype(root.values)), root.offset[:, 0].T, arithmetic.recomputed())
 
 
 def _operands(step: Step, leaves: Nodes, lefts: Nodes, rights: Nodes) -> tuple[Nodes, Nodes]:

@@ -20,19 +20,18 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
         float32); exactly -inf where every path is impossible. The gradient with respect to an entry is the expected
         number of times that paths use it, exactly 0 where it is -inf. It can be differentiated twice.
 
-    On a GPU neighbours are multiplied in pairs, then their products in pairs, and so on; an odd last one is carried up.
-    On a CPU matrices are multiplied from the left as exponentials, scaled row by row. Scales are added in float64, and
-    rows that underflow are computed again in logarithms (see `logchain.rescues`). For one number per sequence,
-    `logchain.product` takes `c` times less work.
+    Neighbors are multiplied in pairs, then their products in pairs, and so on; an odd last one is carried up. Scales
+    are added in float64. Entries that underflow are computed again in logarithms, on a CPU with their whole stack (see
+    `logchain.rescues`). For one number per sequence, `logchain.product` takes `c` times less work.
 
     Raises:
         TypeError: `stack` is not a floating tensor, or `inplace` no bool.
         ValueError: the matrices are not square, there is none, or `stack` cannot be overwritten (`inplace`).
 
-    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps, `s` on a CPU; four times that with
-    the backward pass, which multiplies again. Memory beyond operands, result and gradients: at most half a stack, and a
-    copy of what is computed again, neither with `inplace`; one stack in the backward pass. Batch axes that cannot
-    be joined without a copy (permuted ones) cost that copy.
+    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps; four times that with the backward
+    pass, which multiplies again. Memory beyond operands, result and gradients: at most half a stack, on a CPU only of
+    stacks that are computed again, none with `inplace`; one stack in the backward pass, and on a CPU its exponents,
+    `2 / c` of one. Batch axes that cannot be joined without a copy (permuted ones) cost that copy.
 
     Source: S. S. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov
     models" (arXiv:2102.05743). Definition: `logchain.reference.matrix_product`.

@@ -45,6 +45,7 @@ FACTORS = "tests/kernels/test_factor_search.py"
 FAR = "tests/kernels/test_structures.py -k paths_far_below"
 STRUCTURES = "tests/kernels/test_structures.py -k 'arcs or bands or sizes'"
 BEST = "tests/kernels/test_structure_paths.py -k 'lowest or known'"
+STACKS = "tests/test_matrix_product.py -k 'contract or verdicts or grow or fall'"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -185,6 +186,13 @@ MUTANTS = [
     Mutant("a difference of logarithms may be NaN", C + "matmul.h",
            "exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL)",
            "exponential(a - top, NO_TAIL)", "tests/test_matmul.py"),
+    *(Mutant(name, C + "tree.h", old, new, STACKS) for name, old, new in (
+        ("small sums of stacks are trusted", "!any(doubtful) &&", "(!any(doubtful) || 1) &&"),
+        ("raised entries of stacks may grow", "&& !t->grown;", "&& (!t->grown || 1);"),
+        ("the least sum of stacks is 2^20 lower", "- DEEPEST + GUARD + 3)", "- DEEPEST + GUARD - 17)"),
+        ("far rows of a product are 0", "lossy |= !are_zero(c, n.values + r * c);", "lossy |= 0;"),
+        ("factors of sums are 1", "g *= read_some(scaled + j, left, 0) / v;", "g *= 1;"),
+    )),
     *(Mutant(name, C + file, old, new, SEARCH) for name, file, old, new in SEARCHED),
     Mutant("raised emissions are not asked about", C + "step.h", "return raised || least < bits_of(TRUSTED) ||",
            "return (raised & 0) || least < bits_of(TRUSTED) ||", SEARCH, narrow=True),

@@ -10,6 +10,7 @@ import torch
 
 import logchain
 from logchain import reference
+from logchain.kernels.cpu import arguments
 from logchain.kernels.cpu import product as loops
 from logchain.kernels.plain import product as plain_product
 from logchain.memory import peak_bytes
@@ -41,7 +42,7 @@ CASES += [("gpu", "offsets", 2, 5, F64), *(("gpu", "mixed", 2, s, F32) for s in 
 def threads(request, monkeypatch):
     """Whether stacks are cut for threads, however few multiply-adds they are."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    monkeypatch.setattr(loops, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(loops, "_SHORTEST", 2)
     return request.param
 
@@ -130,12 +131,24 @@ def test_what_is_raised_adds_to_no_sum(near):
     assert_near_reference(stack.float(), near)
 
 
+def test_one_far_path_is_the_sum():
+    """All other paths are impossible; its factors are up to 900 nats below the largest entries."""
+    stack = [[[-INF, -77.0], [-INF, 132.0]], [[197.0, -706.0], [-INF, -256.0]], [[-146.0, 277.0], [-343.0, -INF]]]
+    assert_near_reference(torch.tensor([[*stack, [[359.0, 70.0], [-INF, -INF]]]], dtype=F64), 1200.0)
+
+
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 def test_what_no_path_reaches_may_grow(dtype):
     """State 0 loses 30 nats a step; the state that it cannot reach keeps all, without a trace in gradients."""
     stack = torch.tensor([[-30.0, -INF], [0.0, 0.0]], dtype=dtype).expand(1, 60, 2, 2)
     assert lossy(stack) == 0
     assert_contract(stack.clone(), *BOTH)
+
+
+def test_rows_may_fall_beyond_all_exponents():
+    """State 0 loses 1e6 nats a step, and state 1 nothing."""
+    stack = torch.tensor([[-1e6, -INF], [0.0, 0.0]]).expand(1, 20, 2, 2)
+    assert_near_reference(stack, 2e7)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
@@ -226,6 +239,16 @@ def test_one_stack_alone_is_recomputed(value, inplace, threads):
     elif np.isnan(value):
         assert dirty[0][1].isnan().any() and dirty[2][1, 3:].isnan().any()
         torch.testing.assert_close(dirty[2][1, :3], clean[2][1, :3], rtol=2.0**-21, atol=2e-5)
+
+
+@pytest.mark.parametrize("c", [1, 3, 20])
+@pytest.mark.parametrize("place", range(5))
+def test_nan_in_any_matrix_reaches_results(place, c):
+    stack = torch.zeros(1, 5, c, c)
+    stack[0, place, 0, c // 2] = NAN
+    product, gradient, prefixes, others = gradients(stack)
+    assert product.isnan().any() and gradient.isnan().any() and others.isnan().any()
+    assert prefixes.isnan().any((0, 2, 3)).tolist() == [i >= place for i in range(5)]
 
 
 @pytest.mark.parametrize("backend", [parameter(name) for name in ("cpu", "plain", "gpu")], indirect=True)

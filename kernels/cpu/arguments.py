@@ -30,7 +30,6 @@ _MESSAGES = "*value *grad_p0_real grad_p0_set grad_p0_member *log_forward *log_b
 _STRETCH = (
     "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered float32"
 )
-_STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 
@@ -42,7 +41,7 @@ def fields(names: str) -> list[tuple[str, Any]]:
 class Arguments(ctypes.Structure):
     """`Chain` of c/chain.h, field by field."""
 
-    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_STACKS} {_PATHS}")
+    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_PATHS}")
 
 
 @cache

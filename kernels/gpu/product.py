@@ -83,4 +83,4 @@ def _lines(nodes: Nodes) -> Tensor:
     return nodes.maxima[..., None].expand(nodes.values.shape[:-1])
 
 
-product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.with_arithmetic(Arithmetic)
+write_product, product_gradient, prefixes, prefixes_gradient = tree.with_arithmetic(Arithmetic)

@@ -53,4 +53,4 @@ def _blocks(nodes: Tensor) -> Iterator[tuple[slice, slice]]:
     return blocks(max(1, _HELD // c**2), g, p)
 
 
-product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.with_arithmetic(Arithmetic)
+write_product, product_gradient, prefixes, prefixes_gradient = tree.with_arithmetic(Arithmetic)

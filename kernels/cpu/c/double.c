@@ -1,8 +1,7 @@
 /* The loops in float64. */
 #define BITS 64
 #include "call.h"
-#include "fold.h"
-#include "matmul.h"
+#include "tree.h"
 #include "means.h"
 #include "sample.h"
 #include "stretch.h"

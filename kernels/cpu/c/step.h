@@ -51,6 +51,15 @@ INLINE void store_some(real *to, reals a, int64_t count) {
     UNROLL for (int j = 0; j < LANES; j++) if (j < count) to[j] = a[j];
 }
 
+/* A vector of entries of which `left` remain. */
+INLINE reals read_some(const real *from, int64_t left, real fill) {
+    return left < LANES ? load_some(from, 1, left, fill) : load(from);
+}
+INLINE void write_some(real *to, reals a, int64_t left) {
+    if (left < LANES) store_some(to, a, left);
+    else store(to, a);
+}
+
 /* A row of c entries copied into one of `width`, further entries being `fill`; and back. */
 INLINE void widen(int64_t c, int64_t width, const real *from, int64_t step, real fill, real *to) {
     if (c < LANES) store(to, load_some(from, step, c, fill));
