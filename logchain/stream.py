@@ -5,19 +5,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_tensor
-from .kernels.numbers import log_weights
-from .operands import arithmetic_dtype, differentiated, is_plain
+from .arguments import Lengths, check_flag
+from .autograd.scan import Message
+from .kernels.numbers import probabilities
+from .operands import differentiated, is_plain
 from .rescues import report_chains
-from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used
+from .streams.arguments import (
+    active_counts,
+    as_transition,
+    check_mask,
+    check_piece,
+    check_stream,
+    check_transforms,
+    check_used,
+    ends_of,
+    starting,
+)
 from .streams.filter import filtered
-from .streams.lag import at_the_end, passed
-from .streams.paths import Survivors, ended, extended, settled
-from .streams.piece import Carried, RawPiece
+from .streams.lag import passed, smoothed
+from .streams.paths import Survivors, extended, first_states, settled
+from .streams.piece import Piece, in_logs, log_norm
 from .streams.state import State
 from .streams.stretch import Calls
-from .streams.structures import each, with_lead
 from .transitions import Transition
+from .transitions.dense import Dense
 
 
 class StreamUpdate(NamedTuple):
@@ -107,29 +118,30 @@ class Stream:
         dtype: torch.dtype | None = None,
         validate: bool = False,
     ) -> None:
-        check_stream(bulk, p0, lag, dtype, viterbi)
+        check_stream(p0, lag, dtype)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
-        self._bulk, self._p0 = bulk, p0
+        self._bulk = None if bulk is None else as_transition("bulk", bulk, 1, p0, viterbi)
+        self._p0 = p0
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
         self._calls = Calls()
-        # no question is asked of a piece but the filtered posteriors
+        # whether log-partition and filtered posteriors are the only results
         self._filters = not (lag or viterbi or validate)
 
     @property
     def log_norm(self) -> Tensor:
         """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
         state = self._begun()
-        return state.carried.log_norm().to(self._result_dtype(state))
+        return log_norm(state.message).to(self._result_dtype(state))
 
     @property
     def filtered(self) -> Tensor:
         """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
         state = self._begun()
-        return state.carried.posterior().to(self._result_dtype(state))
+        return probabilities(state.message.values).to(self._result_dtype(state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | Transition | None = None, *, lengths: Lengths | None = None
@@ -158,47 +170,44 @@ class Stream:
         if repeated is not None:
             return repeated
         check_transforms()
-        check_tensor("x_piece", x, 2, like=self._p0)
-        before = x.shape[:-2] if self._state is None else self._state.fresh.shape
-        ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before, self._viterbi)
-        matrices = self._bulk if bulk_piece is None else bulk_piece
-        assert matrices is not None
-        bulk: Any = with_lead(matrices, x.dim() - 1)
-        k, state = x.shape[-2], State.before(x) if self._state is None else self._state
-        state = state.detached() if self._detach else state
-        state = state._replace(double=state.double or arithmetic_dtype(x, bulk, self._p0) == torch.float64)
-        running = state.running and ends is None
-        counts = None if running else active_counts(ends, state.over, k)
-        raw = RawPiece(
-            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
+        before = self._state
+        sizes = (
+            x.shape[:-2] if before is None and isinstance(x, Tensor) else None if before is None else before.fresh.shape
         )
-        piece = raw.logs(every=self._lag > 0) if self._lag or self._viterbi or self._validate else None
+        transition = check_piece(x, bulk_piece, self._bulk, self._p0, sizes, self._viterbi)
+        ends, k = ends_of(lengths, x), x.shape[-2]
+        state = State.before(x) if before is None else before.detached() if self._detach else before
+        double = state.double or torch.float64 in (x.dtype, transition.dtype, self._p0.dtype)
+        counts = None if state.running and ends is None else active_counts(ends, state.over, k)
+        name = "bulk" if bulk_piece is None else "bulk_piece"
+        piece = Piece(x, transition, self._p0, name, state.fresh, counts, starting(state, counts), self._log_params)
         if self._validate:
-            assert piece is not None
-            check_used(piece, raw)
-        dtype = self._result_dtype(state) if self._filtered else None
-        carried, posteriors, messages = filtered(raw, state.carried, dtype, piece if self._lag else None, self._calls)
+            check_used(piece)
+        logs = piece.logs() if self._lag or self._viterbi else None
+        dtype = (torch.float64 if double else torch.float32) if self._dtype is None else self._dtype
+        message, posteriors, messages = filtered(
+            piece, state.message, dtype if self._filtered else None, logs if self._lag else None, self._calls
+        )
+        ready, window, states, survivors = None, state.window, None, state.survivors
+        if self._viterbi and logs is not None:
+            with torch.no_grad():
+                states, survivors = settled(extended(survivors or Survivors.none(message.values), logs))
+        if self._lag and logs is not None and messages is not None:
+            ready, window = passed(window, logs, messages, self._lag)
         over = state.over
         if ends is not None:
-            wrong = (ends < 0) | (ends > k)  # on a GPU lengths have not been checked
-            carried, over = carried._replace(total=carried.total.masked_fill(wrong, torch.nan)), over | (ends < k)
-        state = state._replace(
-            carried=carried,
-            fresh=state.fresh if running else raw.still_fresh(),
+            unknown = ((ends < 0) | (ends > k))[..., None]  # on a GPU lengths have not been checked
+            message, over = message._replace(scale=message.scale.masked_fill(unknown, torch.nan)), over | (ends < k)
+        state = State(
+            message=message,
+            fresh=state.fresh & (k == 0 if counts is None else counts == 0),
             over=over,
             unlinked=state.unlinked and k == 0,
-            running=running or (counts is None and k > 0),
+            running=counts is None and k > 0 or state.running and ends is None,
+            double=double,
+            window=window,
+            survivors=survivors,
         )
-        ready = states = None
-        if self._viterbi:
-            assert piece is not None
-            with torch.no_grad():
-                states, survivors = settled(extended(state.survivors or Survivors.none(carried.message), piece))
-            state = state._replace(survivors=survivors)
-        if self._lag:
-            assert piece is not None and messages is not None
-            ready, window = passed(state.window, piece, messages, self._bulk is not None, self._lag)
-            state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
     def _repeated(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
@@ -211,16 +220,19 @@ class Stream:
             return None
         if not isinstance(x, Tensor) or not is_plain((x,)):
             return None
-        if not isinstance(self._bulk, Tensor) or differentiated(x, self._bulk, self._p0, state.carried.message):
+        if not isinstance(self._bulk, Dense):
             return None
-        repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
+        bulk = self._bulk.parameters[0]
+        if differentiated(x, bulk, self._p0, state.message.values):
+            return None
+        repeated, dtype = self._calls.repeated(x, bulk), self._result_dtype(state)
         if repeated is None or dtype != x.dtype:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        after, log_norm, redone = repeated.forward(x, state.carried, shares)
+        after, log_norm, redone = repeated.forward(x, state.message, shares)
         if redone:
             report_chains(redone)
-        self._state = state._replace(carried=Carried(*after))
+        self._state = state._replace(message=Message(*after))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
@@ -238,16 +250,16 @@ class Stream:
         tensor([1, 1])
         """
         state = self._begun()
-        message, ready, states = state.carried.message, None, None
+        message, ready, states = state.message.values, None, None
         empty = message[..., None, :][..., :0, :]
         if self._lag:
-            matrix = None
-            if self._bulk is not None:
-                bulk = with_lead(self._bulk, message.dim())
-                matrix = each(lambda one, _: log_weights(one, self._log_params, torch.float64), bulk)
-            ready = empty if state.window is None else at_the_end(state.window, matrix, self._lag)
+            ready = empty
+            if state.window is not None:
+                bulk = self._bulk and in_logs(self._bulk, message.dim(), self._log_params)
+                ready = smoothed(state.window, bulk, state.window.x.shape[-2], self._lag)
         if self._viterbi:
-            states, survivors = ended(state.survivors or Survivors.none(message))
+            survivors = state.survivors or Survivors.none(message)
+            states, survivors = first_states(survivors, survivors.paths.shape[-2])
             state = state._replace(survivors=survivors)
         state = state._replace(over=torch.ones_like(state.over), running=False, window=None)
         return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
@@ -267,7 +279,7 @@ class Stream:
         state = self._state
         check_mask(mask, None if state is None else state.fresh)
         if state is not None:
-            self._state = state.anew(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
+            self._state = state.restarted(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
         """The state that later updates depend on, besides the arguments of the stream: see `load_state_dict`.

@@ -6,24 +6,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..autograd.scan import Message
 from ..transitions import Transition
+from ..transitions.dense import Dense
 from .lag import Window
 from .paths import Survivors
-from .piece import Carried
+from .piece import before_all, selected
 
 # the fields that are named tuples
-_PARTS = {"carried": Carried, "window": Window, "survivors": Survivors}
+_PARTS = {"message": Message, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """`carried`: the forward message and log-partition. `fresh` [*B]: no variable yet. `over` [*B]: ended.
+    """What the next piece depends on.
 
-    `unlinked`: whether all are known to be fresh, and `running`: whether none is known to be fresh or over, both
-    without looking at values. `double`: whether an operand was float64. `window`: variables that wait for the lag.
-    `survivors`: the best paths. The last two are None before they are needed.
+    Attributes:
+        message: the forward message [*B, c] with sum 1; -inf before the first variable, and if impossible.
+        fresh: sequences [*B] without a variable yet.
+        over: sequences [*B] that have ended.
+        unlinked: whether all are known to be fresh, without looking at values.
+        running: whether none is known to be fresh or over, likewise.
+        double: whether an operand was float64.
+        window: variables that wait for the lag; None before they are needed.
+        survivors: the best paths; likewise.
     """
 
-    carried: Carried
+    message: Message
     fresh: Tensor
     over: Tensor
     unlinked: bool
@@ -36,33 +44,33 @@ class State(NamedTuple):
     def before(cls, x: Tensor) -> "State":
         """The state before the first variable of a batch like x."""
         no = x.new_zeros(x.shape[:-2], dtype=torch.bool)
-        return cls(Carried.before(x), ~no, no, True, False, False, None, None)
+        return cls(before_all(x), ~no, no, True, False, False, None, None)
 
-    def anew(self, mask: Tensor) -> "State":
+    def restarted(self, mask: Tensor) -> "State":
         """The state with the sequences in a mask [*B] before their first variable again."""
-        message, total, lost = self.carried
-        carried = (
-            message.masked_fill(mask[..., None], -torch.inf),
-            total.masked_fill(mask, 0),
-            lost.masked_fill(mask, 0),
-        )
-        return self._replace(carried=Carried(*carried), fresh=self.fresh | mask, over=self.over & ~mask, running=False)
+        message = selected(mask, before_all(self.message.values[..., None, :]), self.message)
+        return self._replace(message=message, fresh=self.fresh | mask, over=self.over & ~mask, running=False)
 
     def detached(self) -> "State":
         """The state without gradients to earlier pieces."""
-        leaves = [*self.carried[:2], *(() if self.window is None else (self.window.messages,))]
+        leaves = [self.message.values, *(() if self.window is None else (self.window.messages,))]
         detached: State = _mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
         return detached
 
     def plain(self) -> dict[str, Any]:
         """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
         fields: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
-        return fields | {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
+        fields |= {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
+        if fields["window"] is not None and isinstance(fields["window"]["transition"], Dense):
+            fields["window"]["transition"] = fields["window"]["transition"].parameters[0]
+        return fields
 
     @classmethod
     def of_plain(cls, fields: dict[str, Any]) -> "State":
         """The state that `plain` has made dictionaries of."""
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
+        if "window" in parts and isinstance(parts["window"].transition, Tensor):
+            parts["window"] = parts["window"]._replace(transition=Dense(parts["window"].transition))
         state: State = _mapped(_contiguous_copy, cls(**fields | parts))
         return state
 

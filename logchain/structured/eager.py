@@ -10,7 +10,9 @@ import torch
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def between_graphs(function: _Function) -> _Function:
+def between_graphs(
+    function: _Function, reason: str = "a chain of structures is computed between graphs; bulk.to_dense() has one"
+) -> _Function:
     """The function, which breaks the graph where torch.compile meets it, and is computed as it is."""
     disabled = None
 
@@ -18,7 +20,7 @@ def between_graphs(function: _Function) -> _Function:
     def call(*args: Any) -> Any:
         nonlocal disabled
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg="a chain of structures is computed between graphs; bulk.to_dense() has one")
+            torch._dynamo.graph_break(msg=reason)
         if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes longer than many chains
             return function(*args)
         if disabled is None:
