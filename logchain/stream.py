@@ -10,21 +10,11 @@ from .autograd.scan import Message
 from .kernels.numbers import probabilities
 from .operands import differentiated, is_plain
 from .rescues import report_chains
-from .streams.arguments import (
-    active_counts,
-    as_transition,
-    check_mask,
-    check_piece,
-    check_stream,
-    check_transforms,
-    check_used,
-    ends_of,
-    starting,
-)
+from .streams.arguments import as_transition, check_mask, check_stream, check_used, checked_piece
 from .streams.filter import filtered
 from .streams.lag import passed, smoothed
 from .streams.paths import Survivors, extended, first_states, settled
-from .streams.piece import Piece, in_logs, log_norm
+from .streams.piece import in_logs, log_norm
 from .streams.state import State
 from .streams.stretch import Calls
 from .transitions import Transition
@@ -165,49 +155,28 @@ class Stream:
             state -1 from the first variable that had not been returned before. All results but the states can be
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
         """
-        x = x_piece
-        repeated = self._repeated(x, bulk_piece, lengths)
+        repeated = self._repeated(x_piece, bulk_piece, lengths)
         if repeated is not None:
             return repeated
-        check_transforms()
-        before = self._state
-        sizes = (
-            x.shape[:-2] if before is None and isinstance(x, Tensor) else None if before is None else before.fresh.shape
+        piece, ends = checked_piece(
+            x_piece, bulk_piece, lengths, self._bulk, self._p0, self._state, self._log_params, self._viterbi
         )
-        transition = check_piece(x, bulk_piece, self._bulk, self._p0, sizes, self._viterbi)
-        ends, k = ends_of(lengths, x), x.shape[-2]
-        state = State.before(x) if before is None else before.detached() if self._detach else before
-        double = state.double or torch.float64 in (x.dtype, transition.dtype, self._p0.dtype)
-        counts = None if state.running and ends is None else active_counts(ends, state.over, k)
-        name = "bulk" if bulk_piece is None else "bulk_piece"
-        piece = Piece(x, transition, self._p0, name, state.fresh, counts, starting(state, counts), self._log_params)
         if self._validate:
             check_used(piece)
+        state = State.before(piece.x) if self._state is None else self._state
+        state = state.detached() if self._detach else state
+        state = state._replace(double=state.double or torch.float64 in {tensor.dtype for tensor in piece.tensors})
         logs = piece.logs() if self._lag or self._viterbi else None
-        dtype = (torch.float64 if double else torch.float32) if self._dtype is None else self._dtype
-        message, posteriors, messages = filtered(
-            piece, state.message, dtype if self._filtered else None, logs if self._lag else None, self._calls
-        )
-        ready, window, states, survivors = None, state.window, None, state.survivors
+        dtype = self._result_dtype(state) if self._filtered else None
+        message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None, self._calls)
+        state, ready, states = state.after(piece, message, ends), None, None
         if self._viterbi and logs is not None:
             with torch.no_grad():
-                states, survivors = settled(extended(survivors or Survivors.none(message.values), logs))
+                states, survivors = settled(extended(state.survivors or Survivors.none(message.values), logs))
+            state = state._replace(survivors=survivors)
         if self._lag and logs is not None and messages is not None:
-            ready, window = passed(window, logs, messages, self._lag)
-        over = state.over
-        if ends is not None:
-            unknown = ((ends < 0) | (ends > k))[..., None]  # on a GPU lengths have not been checked
-            message, over = message._replace(scale=message.scale.masked_fill(unknown, torch.nan)), over | (ends < k)
-        state = State(
-            message=message,
-            fresh=state.fresh & (k == 0 if counts is None else counts == 0),
-            over=over,
-            unlinked=state.unlinked and k == 0,
-            running=counts is None and k > 0 or state.running and ends is None,
-            double=double,
-            window=window,
-            survivors=survivors,
-        )
+            ready, window = passed(state.window, logs, messages, self._lag)
+            state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
     def _repeated(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
@@ -218,9 +187,7 @@ class Stream:
         state = self._state
         if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
             return None
-        if not isinstance(x, Tensor) or not is_plain((x,)):
-            return None
-        if not isinstance(self._bulk, Dense):
+        if not isinstance(self._bulk, Dense) or not isinstance(x, Tensor) or not is_plain((x,)):
             return None
         bulk = self._bulk.parameters[0]
         if differentiated(x, bulk, self._p0, state.message.values):

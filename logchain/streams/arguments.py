@@ -61,7 +61,51 @@ def as_transition(name: str, matrices: Tensor | Transition, k: int, like: Tensor
     return matrices
 
 
-def check_transforms() -> None:
+def checked_piece(
+    x: Tensor,
+    bulk_piece: Tensor | Transition | None,
+    lengths: Lengths | None,
+    bulk: Transition | None,
+    p0: Tensor,
+    state: State | None,
+    log_params: bool,
+    viterbi: bool,
+) -> tuple[Piece, Tensor | None]:
+    """The next piece of a stream after a state, and the lengths as int64 [*B]; raises for what does not go on."""
+    _check_transforms()
+    check_tensor("x_piece", x, 2, like=p0)
+    if viterbi:  # the number of final states depends on values
+        check_has_values("x_piece", x)
+    *batch, k, c = x.shape
+    before = x.shape[:-2] if state is None else state.fresh.shape
+    if c != p0.shape[-1] or batch != list(before):
+        sizes = ", ".join(str(size) for size in (*before, "k", p0.shape[-1]))
+        raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
+    _check_lead("p0", p0, 1, x)
+    if bulk is not None and bulk_piece is not None:
+        raise ValueError("bulk_piece: expected None, since the stream has a bulk of its own")
+    transition, name = bulk, "bulk"
+    if bulk is None:
+        if bulk_piece is None:
+            raise ValueError("bulk_piece: expected a torch.Tensor, since the stream has no bulk of its own")
+        transition, name = as_transition("bulk_piece", bulk_piece, k, x, viterbi), "bulk_piece"
+    assert transition is not None
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        if parameter.dim() > own:
+            _check_lead(name, parameter, own + 1, x)
+    ends = None
+    if lengths is not None:  # in a piece 0 is a length too, so values are checked here
+        ends = as_lengths(tensor_of(lengths).to(x.device), x)
+        if not kernels.on_gpu(x) and has_values(ends) and ends.numel():
+            low, high = int(ends.min()), int(ends.max())
+            if not 0 <= low <= high <= k:
+                raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
+    state = State.before(x) if state is None else state
+    counts = state.counts(ends, k)
+    return Piece(x, transition, p0, name, state.fresh, counts, state.starting(counts), log_params), ends
+
+
+def _check_transforms() -> None:
     """Raise inside torch.vmap, whose tensors a stream cannot keep, and for forward derivatives, which it lacks."""
     if torch.compiler.is_compiling():
         return
@@ -69,48 +113,6 @@ def check_transforms() -> None:
         raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError("Stream: expected no forward derivative, take gradients")
-
-
-def check_piece(
-    x: Tensor,
-    bulk_piece: Tensor | Transition | None,
-    bulk: Transition | None,
-    p0: Tensor,
-    before: torch.Size,
-    viterbi: bool,
-) -> Transition:
-    """The transition into the variables of a piece; raises if it does not go on from a batch of shape `before`."""
-    check_tensor("x_piece", x, 2, like=p0)
-    if viterbi:  # the number of final states depends on values
-        check_has_values("x_piece", x)
-    *batch, k, c = x.shape
-    if c != p0.shape[-1] or batch != list(before):
-        sizes = ", ".join(str(size) for size in (*before, "k", p0.shape[-1]))
-        raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
-    _check_lead("p0", p0, 1, x)
-    if bulk is not None and bulk_piece is not None:
-        raise ValueError("bulk_piece: expected None, since the stream has a bulk of its own")
-    if bulk is None and bulk_piece is None:
-        raise ValueError("bulk_piece: expected a torch.Tensor, since the stream has no bulk of its own")
-    transition = bulk if bulk_piece is None else as_transition("bulk_piece", bulk_piece, k, x, viterbi)
-    assert transition is not None
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
-        if parameter.dim() > own:
-            _check_lead("bulk" if bulk_piece is None else "bulk_piece", parameter, own + 1, x)
-    return transition
-
-
-def ends_of(lengths: Lengths | None, x: Tensor) -> Tensor | None:
-    """The lengths as int64 [*B], from 0 to k, or None."""
-    if lengths is None:
-        return None
-    # in a piece 0 is a length too, so values are checked here
-    ends = as_lengths(tensor_of(lengths).to(x.device), x)
-    if not kernels.on_gpu(x) and has_values(ends) and ends.numel():
-        low, high, k = int(ends.min()), int(ends.max()), x.shape[-2]
-        if not 0 <= low <= high <= k:
-            raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
-    return ends
 
 
 def check_used(piece: Piece) -> None:
@@ -134,35 +136,11 @@ def check_mask(mask: object, fresh: Tensor | None) -> None:
         raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
 
 
-def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
-    """The number of variables of each sequence [*B], 0 for one that is over; None if all are known to have k.
-
-    On a GPU values are not looked at.
-    """
-    unread = kernels.on_gpu(over) or not has_values(over)
-    if ends is None:
-        return torch.where(over, 0, k) if unread or over.any() else None
-    counts = ends.clamp(0, k).masked_fill(over, 0)
-    return counts if unread or (counts < k).any() else None
-
-
-def starting(state: State, counts: Tensor | None) -> bool | None:
-    """Whether all sequences start with the next piece, or none does; None if some do, or if that is unknown."""
-    if state.running:
-        return False
-    if kernels.on_gpu(state.fresh) or not has_values(state.fresh):  # nothing is looked at
-        return True if state.unlinked and counts is None else None
-    if not state.fresh.any():
-        return False
-    return True if state.fresh.all() and (counts is None or bool((counts > 0).all())) else None
-
-
 def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
     """Raise for leading axes that are neither left out nor of size 1 or that of the batch."""
     batch, lead = x.shape[:-2], value.shape[: value.dim() - axes]
-    if len(lead) > len(batch) or any(
-        size not in (1, full) for size, full in zip(lead[::-1], batch[::-1], strict=False)
-    ):
+    pairs = zip(lead[::-1], batch[::-1], strict=False)
+    if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
         raise ValueError(
             f"{name}: expected leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}, got"
             f" {list(value.shape)}"

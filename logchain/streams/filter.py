@@ -4,7 +4,6 @@ Dense matrices without gradients are computed by the kernels of chains, others b
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +27,9 @@ from .piece import Piece, after_each, scaled, selected
 _BLOCK = 2**19
 
 
-class Filtered(NamedTuple):
-    """The message that a piece leaves, and its posteriors and forward messages where they are wanted.
-
-    Attributes:
-        leaving: the message [*B, c] with sum 1.
-        posteriors: those [*B, k, c] of each state given all up to it; 0 where a sequence has no variable.
-        messages: logarithms [*B, k, c] up to a constant for each variable; -inf where a sequence has none.
-    """
-
-    leaving: Message
-    posteriors: Tensor | None
-    messages: Tensor | None
+# the message [*B, c] with sum 1 that a piece leaves, and where they are wanted its posteriors [*B, k, c] and the
+# logarithms [*B, k, c] of its messages, up to a constant for each variable; 0 and -inf where a sequence has no variable
+Filtered = tuple[Message, Tensor | None, Tensor | None]
 
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
@@ -57,8 +47,8 @@ def filtered(
     with kernels.arithmetic_on(x):
         leaving = _by_kernels(piece, entering, posteriors, messages, calls) if x.numel() else entering
     if logs is None or messages is None:
-        return Filtered(leaving, posteriors, None)
-    return Filtered(leaving, posteriors, _recovered(logs, entering.values, messages))
+        return leaving, posteriors, None
+    return leaving, posteriors, _recovered(logs, entering.values, messages)
 
 
 def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Filtered:
@@ -68,29 +58,21 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Filt
     cancel, but for their rounding errors. `log_norm` has the gradient of the message.
     """
     if piece.x.numel() == 0:
-        return Filtered(entering, None if dtype is None else piece.x.to(dtype), piece.x)
+        return entering, None if dtype is None else piece.x.to(dtype), piece.x
     fresh = None if piece.starting is False else piece.fresh
     steps = Steps(piece.potentials(), piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
     first = Message(*map(steps.sets.grouped, entering))
-    columns = zip(first, *forward_messages(steps, first), strict=True)
-    values, scale, error = (steps.by_step(column) for column in columns)  # [*B, k + 1, c or 1]
-    messages, active = values[..., 1:, :], piece.active()
+    columns = [*map(steps.by_step, zip(first, *forward_messages(steps, first), strict=True))]  # [*B, k + 1, c or 1]
+    messages, last = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
     if piece.counts is not None:
-        messages = torch.where(active[..., None], messages, -torch.inf)
-    last = Message(*(_at(column, piece.counts) for column in (values, scale, error)))
+        messages = torch.where(piece.active()[..., None], messages, -torch.inf)
+        index = piece.counts[..., None, None]
+        last = Message(*(column.gather(-2, index.expand_as(column[..., :1, :])).squeeze(-2) for column in columns))
     norm = LOG.sum(last.values.detach(), -1)[..., None]
     leaving = scaled(last, norm)._replace(values=last.values - norm.masked_fill(norm == -torch.inf, 0.0))
     if piece.counts is not None:
         leaving = selected(piece.counts > 0, leaving, entering)
-    return Filtered(leaving, None if dtype is None else probabilities(messages).to(dtype), messages)
-
-
-def _at(values: Tensor, counts: Tensor | None) -> Tensor:
-    """The values [*B, c] of values [*B, k + 1, c] after so many steps [*B], or the last ones."""
-    if counts is None:
-        return values[..., -1, :]
-    index = counts[..., None, None].expand(*counts.shape, 1, values.shape[-1])
-    return values.gather(-2, index)[..., 0, :]
+    return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
 
 
 def _by_kernels(
@@ -99,9 +81,9 @@ def _by_kernels(
     """The message that leaves a dense piece; posteriors and messages are written where there is memory for them."""
     x, k, first, message = piece.x, piece.x.shape[-2], 0, entering
     if piece.starting is None:  # some start and others go on: the first step is computed apart
-        alone = _by_scan(piece.part(0, 1).logs(), message, torch.float64)
-        first, message = 1, alone.leaving
-        for into, value in (posteriors, alone.posteriors), (messages, alone.messages):
+        first = 1
+        message, *values = _by_scan(piece.part(0, 1).logs(), message, torch.float64)
+        for into, value in zip((posteriors, messages), values, strict=True):
             if into is not None and value is not None:
                 into[..., :1, :] = value
     in_place, size = stretch.takes(piece), k

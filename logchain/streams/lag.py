@@ -51,8 +51,10 @@ def passed(held: Window | None, piece: Piece, messages: Tensor, lag: int) -> tup
     window, axis = Window.of(piece, messages), piece.x.dim() - 2
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
-        lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
-        return torch.cat([part.expand(*lead, *part.shape[axis:]) for part in (old, new)], axis)
+        if old.shape[:axis] != new.shape[:axis]:
+            lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
+            old, new = (part.expand(*lead, *part.shape[axis:]) for part in (old, new))
+        return torch.cat([old, new], axis)
 
     if held is not None:
         _check_alike(held.transition, window.transition)
@@ -85,21 +87,20 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 def _check_alike(old: Transition | None, new: Transition | None) -> None:
     """Raise for structures that differ in more than parameters, whose steps cannot be concatenated."""
-    was, now = _kind(old), _kind(new)
-    if len(was) != len(now) or not all(map(_same, was, now)):
+    was, now = _properties(old), _properties(new)
+    if len(was) != len(now) or not all(map(_equal, was, now)):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
         raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
 
 
-def _kind(transition: Transition | None) -> list[Any]:
-    """What transitions must have in common."""
+def _properties(transition: Transition | None) -> list[Any]:
+    """What transitions must have in common: all but leading axes and values of parameters."""
     if transition is None:
         return []
-    pairs = zip(transition.parameters, transition.leads, strict=True)
-    sizes = [parameter.shape[len(lead) :] for parameter, lead in pairs]
+    sizes = [weights.shape[len(lead) :] for weights, lead in zip(transition.parameters, transition.leads, strict=True)]
     others = {name: value for name, value in vars(transition).items() if name != "parameters"}
     return [type(transition), *sizes, *tree_leaves(transition.pattern or others)]
 
 
-def _same(a: object, b: object) -> bool:
+def _equal(a: object, b: object) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b

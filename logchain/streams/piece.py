@@ -1,6 +1,6 @@
 """A piece of an unbounded chain, and the forward message that enters and leaves it."""
 
-from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -60,27 +60,35 @@ class Piece(NamedTuple):
     def active(self) -> Tensor:
         """Which variables [*B, k] belong to their sequence, not past its end."""
         k = self.x.shape[-2]
-        counts = torch.full_like(self.fresh, k, dtype=torch.int64) if self.counts is None else self.counts
-        return torch.arange(k, device=counts.device) < counts[..., None]
+        if self.counts is None:
+            return self.fresh.new_ones(*self.fresh.shape, k)
+        return torch.arange(k, device=self.counts.device) < self.counts[..., None]
 
     def linked(self) -> Tensor:
         """Which variables [*B, k] of their sequence have another one before them."""
-        active = self.active()
-        return active & ~((torch.arange(active.shape[-1], device=active.device) == 0) & self.fresh[..., None])
+        linked = self.active()
+        if self.starting is not False:
+            linked[..., :1] &= ~self.fresh[..., None]
+        return linked
 
     def used(self) -> list[Tensor]:
-        """Which steps [*B or ones, k or 1] of each parameter lead into a variable of some sequence."""
-        linked = self.linked()
-        return [_any_over(linked, lead) for lead in self.transition.leads]
+        """Which steps of each parameter lead into a variable of some sequence, as masks that broadcast with it."""
+        linked, masks = self.linked(), []
+        for parameter, lead in zip(self.transition.parameters, self.transition.leads, strict=True):
+            missing = linked.dim() - len(lead)
+            shared = [axis for axis in range(linked.dim()) if axis < missing or lead[axis - missing] == 1]
+            mask = linked.any(shared, keepdim=True) if shared else linked
+            masks.append(mask.reshape(*mask.shape[missing:], *(1 for _ in parameter.shape[len(lead) :])))
+        return masks
 
     def weights(self) -> list[Weights]:
         """The weights that are read, by the names of arguments."""
-        names, entries = [self.name], self.transition.used
+        names, weights = [self.name], []
         if not isinstance(self.transition, Dense):
             names = [f"{self.name}.{name}" for name in self.transition.names]
-        weights = []
-        for name, tensor, read, mask in zip(names, self.transition.parameters, self.used(), entries, strict=True):
-            weights.append(Weights(name, tensor, read if mask is None else _expand(read, mask.dim()) & mask))
+        columns = zip(names, self.transition.parameters, self.used(), self.transition.used, strict=True)
+        for name, parameter, read, entries in columns:
+            weights.append(Weights(name, parameter, read if entries is None else read & entries))
         starts = (self.active() & ~self.linked()).any().view((1,) * self.p0.dim())
         return [*weights, Weights("p0", self.p0, starts)]
 
@@ -88,20 +96,18 @@ class Piece(NamedTuple):
         """Raise on a CPU for a weight below 0 in p0, or in parameters that serve all steps."""
         if self.log_params or not kernels.in_c(self.x) or not at_hand(self.x, self.p0):
             return
-        shared = [*(lead[-1:] in ((), (1,)) for lead in self.transition.leads), True]
-        tensors = [*self.transition.parameters, self.p0]
-        below = [check and has_negative(tensor) for tensor, check in zip(tensors, shared, strict=True)]
+        pairs = zip(self.transition.parameters, self.transition.leads, strict=True)
+        below = [lead[-1:] in ((), (1,)) and has_negative(weights) for weights, lead in pairs]
+        below.append(has_negative(self.p0))
         if any(below):
-            check_weights(*(one for one, is_below in zip(self.weights(), below, strict=True) if is_below))
+            check_weights(*compress(self.weights(), below))
 
     def masked(self) -> Transition:
         """The transition; where it is that of the piece, with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
         pairs = zip(self.used(), self.transition.parameters, strict=True)
-        return self.transition.with_parameters(
-            *(torch.where(_expand(read, tensor.dim() - read.dim()), tensor, 0.0) for read, tensor in pairs)
-        )
+        return self.transition.with_parameters(*(torch.where(used, weights, 0.0) for used, weights in pairs))
 
     def logs(self) -> "Piece":
         """The piece in float64 logarithms, of which p0 and parameters have all leading axes."""
@@ -114,38 +120,22 @@ class Piece(NamedTuple):
         return self.x if self.counts is None else torch.where(self.active()[..., None], self.x, 0.0)
 
 
-def _any_over(used: Tensor, lead: Sequence[int]) -> Tensor:
-    """Which steps [*B, k] some sequence uses, of a parameter with the leading axes [*B or ones, k or 1]."""
-    missing = used.dim() - len(lead)
-    shared = [axis for axis in range(used.dim()) if axis < missing or lead[axis - missing] == 1]
-    used = used.any(shared, keepdim=True) if shared else used
-    return used.reshape(used.shape[missing:])
-
-
-def _expand(mask: Tensor, axes: int) -> Tensor:
-    """The mask with so many more axes of size 1."""
-    return mask[(..., *(None,) * axes)]
-
-
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     """The transition with float64 logarithms of parameters, which have so many leading axes."""
-    axes = zip(transition.parameters, transition.own_axes, strict=True)
-    logs = [
-        log_weights(parameter, log_params, torch.float64)[(None,) * (lead + own - parameter.dim())]
-        for parameter, own in axes
-    ]
-    return transition.with_parameters(*logs)
+
+    def logs(weights: Tensor, own: int) -> Tensor:
+        return log_weights(weights, log_params, torch.float64)[(None,) * (lead + own - weights.dim())]
+
+    return transition.with_parameters(*map(logs, transition.parameters, transition.own_axes))
 
 
 def steps_between(transition: Transition, start: int, stop: int) -> Transition:
     """The transition of the steps from `start` to before `stop`; one for all steps as it is."""
-    leads = zip(transition.parameters, transition.leads, strict=True)
-    return transition.with_parameters(
-        *(
-            parameter if lead[-1:] in ((), (1,)) else parameter.narrow(len(lead) - 1, start, stop - start)
-            for parameter, lead in leads
-        )
-    )
+
+    def between(weights: Tensor, lead: torch.Size) -> Tensor:
+        return weights if lead[-1:] in ((), (1,)) else weights.narrow(len(lead) - 1, start, stop - start)
+
+    return transition.with_parameters(*map(between, transition.parameters, transition.leads))
 
 
 def step_at(transition: Transition, step: int, axis: int) -> Transition:

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
+from ..arguments import has_values
 from ..autograd.scan import Message
 from ..transitions import Transition
 from ..transitions.dense import Dense
 from .lag import Window
 from .paths import Survivors
-from .piece import before_all, selected
+from .piece import Piece, before_all, selected
 
 # the fields that are named tuples
 _PARTS = {"message": Message, "window": Window, "survivors": Survivors}
@@ -45,6 +47,40 @@ class State(NamedTuple):
         """The state before the first variable of a batch like x."""
         no = x.new_zeros(x.shape[:-2], dtype=torch.bool)
         return cls(before_all(x), ~no, no, True, False, False, None, None)
+
+    @property
+    def _readable(self) -> bool:
+        """Whether values are looked at, which on a GPU would wait for them."""
+        return has_values(self.fresh) and not kernels.on_gpu(self.fresh)
+
+    def counts(self, ends: Tensor | None, k: int) -> Tensor | None:
+        """The number of variables of each sequence [*B] in a piece of k; None if all are known to have k."""
+        if ends is None and (self.running or (self._readable and not self.over.any())):
+            return None
+        counts = torch.where(self.over, 0, k if ends is None else ends.clamp(0, k))
+        return None if self._readable and (counts == k).all() else counts
+
+    def starting(self, counts: Tensor | None) -> bool | None:
+        """Whether all sequences start with a piece, or none does; None if some do, or if that is unknown."""
+        if self.running or (self._readable and not self.fresh.any()):
+            return False
+        if not self._readable:
+            return True if self.unlinked and counts is None else None
+        return True if self.fresh.all() and (counts is None or bool((counts > 0).all())) else None
+
+    def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
+        """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""
+        k, counts, over = piece.x.shape[-2], piece.counts, self.over
+        if ends is not None:
+            unknown = ((ends < 0) | (ends > k))[..., None]  # on a GPU lengths have not been checked
+            message, over = message._replace(scale=message.scale.masked_fill(unknown, torch.nan)), over | (ends < k)
+        return self._replace(
+            message=message,
+            fresh=self.fresh & (k == 0 if counts is None else counts == 0),
+            over=over,
+            unlinked=self.unlinked and k == 0,
+            running=counts is None and (k > 0 or self.running),
+        )
 
     def restarted(self, mask: Tensor) -> "State":
         """The state with the sequences in a mask [*B] before their first variable again."""
