@@ -41,8 +41,7 @@ class Stream:
     r"""`logchain.product` of a chain that comes in pieces, in constant memory, with posteriors as they become known.
 
     After each piece `log_norm` is the log-partition of the whole chain so far, however it is divided. Between pieces
-    one forward message is kept, and the logarithm of its sum. `logchain.filtered` is one call for a chain that is there
-    as a whole.
+    one forward message is stored. `logchain.filtered` is one call for a whole chain.
 
     Args:
         bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings
@@ -59,8 +58,8 @@ class Stream:
         validate: also check the values of each piece, which costs a pass over the data.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic within a piece is that of `logchain.product`,
-    the message between pieces is float64, and so are all steps with gradients. Sequences may end and start anew at
-    different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
+    the message between pieces is float64, and so are all steps with gradients. Sequences may end and start again
+    at different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
 
     Raises:
         TypeError: an argument is of the wrong kind, or `viterbi` meets a structure whose entries are sums.
@@ -70,12 +69,11 @@ class Stream:
     gradients each step takes several of torch's operators, which is far slower for few states. Inside `torch.compile`
     there are graph breaks; `torch.vmap` and forward derivatives raise NotImplementedError.
 
-    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, in fewer where a long piece
-    of one sequence is walked as segments side by side, and a fraction of a millisecond for each update; with a lag
-    `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, `c` times that for up to 32
-    states, and one step at a time beyond. Memory: posteriors, some megabytes that pieces share, one message, L
-    variables and their matrices, and c 4-byte states for each variable whose best state later data can still change, in
-    any of the sequences. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
+    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, and a fraction of a
+    millisecond for each update; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and
+    maxima, `c` times that for up to 32 states, and one step at a time beyond. Memory: posteriors, some megabytes that
+    pieces share, one message, L variables and their matrices, and c 4-byte states for each variable whose best state
+    later data can still change, in any of the sequences. A lag, `viterbi` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
@@ -112,14 +110,11 @@ class Stream:
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
-        self._bulk = None if bulk is None else as_transition("bulk", bulk, 1, p0, viterbi)
-        self._p0 = p0
+        self._bulk, self._p0 = None if bulk is None else as_transition("bulk", bulk, 1, p0, viterbi), p0
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
         self._calls = Calls()
-        # whether log-partition and filtered posteriors are the only results
-        self._filters = not (lag or viterbi or validate)
 
     @property
     def log_norm(self) -> Tensor:
@@ -146,11 +141,11 @@ class Stream:
                 lag, all updates bring the same structure, with other parameters.
             lengths: integers from 0 to k of the shape of the first axes of `B`, or one for all: how many variables of
                 the piece each sequence has. One that has less than k has ended: nothing that comes has influence on it,
-                until `reset` starts it anew.
+                until `reset` starts it again.
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag is given no variable behind its sequence's end. States of the best path
+            impossible. A posterior with a lag is given no variable past its sequence's end. States of the best path
             are returned once later data cannot change them in any sequence; a sequence that is impossible or NaN has
             state -1 from the first variable that had not been returned before. All results but the states can be
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
@@ -158,14 +153,15 @@ class Stream:
         repeated = self._repeated(x_piece, bulk_piece, lengths)
         if repeated is not None:
             return repeated
-        piece, ends = checked_piece(
+        state, piece, ends = checked_piece(
             x_piece, bulk_piece, lengths, self._bulk, self._p0, self._state, self._log_params, self._viterbi
         )
         if self._validate:
             check_used(piece)
-        state = State.before(piece.x) if self._state is None else self._state
         state = state.detached() if self._detach else state
-        state = state._replace(double=state.double or torch.float64 in {tensor.dtype for tensor in piece.tensors})
+        state = state._replace(
+            double=state.double or torch.float64 in (piece.x.dtype, piece.p0.dtype, piece.transition.dtype)
+        )
         logs = piece.logs() if self._lag or self._viterbi else None
         dtype = self._result_dtype(state) if self._filtered else None
         message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None, self._calls)
@@ -185,15 +181,17 @@ class Stream:
         All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
         """
         state = self._state
-        if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
+        if state is None or not state.running or bulk_piece is not None or lengths is not None:
+            return None
+        if self._lag or self._viterbi or self._validate:
             return None
         if not isinstance(self._bulk, Dense) or not isinstance(x, Tensor) or not is_plain((x,)):
             return None
         bulk = self._bulk.parameters[0]
-        if differentiated(x, bulk, self._p0, state.message.values):
+        repeated = self._calls.repeated(x, bulk)
+        if repeated is None or self._result_dtype(state) != x.dtype:
             return None
-        repeated, dtype = self._calls.repeated(x, bulk), self._result_dtype(state)
-        if repeated is None or dtype != x.dtype:
+        if differentiated(x, bulk, self._p0, state.message.values):
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         after, log_norm, redone = repeated.forward(x, state.message, shares)
@@ -205,7 +203,7 @@ class Stream:
     def flush(self) -> StreamUpdate:
         """The posteriors and states that were still waiting for more variables, with all sequences ended.
 
-        `reset` starts sequences anew.
+        `reset` starts sequences again.
 
         Returns:
             `StreamUpdate`, whose filtered posterior is empty.
@@ -220,10 +218,8 @@ class Stream:
         message, ready, states = state.message.values, None, None
         empty = message[..., None, :][..., :0, :]
         if self._lag:
-            ready = empty
-            if state.window is not None:
-                bulk = self._bulk and in_logs(self._bulk, message.dim(), self._log_params)
-                ready = smoothed(state.window, bulk, state.window.x.shape[-2], self._lag)
+            bulk = self._bulk and in_logs(self._bulk, message.dim(), self._log_params)
+            ready = smoothed(state.window, bulk, state.window.x.shape[-2], self._lag) if state.window else empty
         if self._viterbi:
             survivors = state.survivors or Survivors.none(message)
             states, survivors = first_states(survivors, survivors.paths.shape[-2])
@@ -232,7 +228,7 @@ class Stream:
         return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Start sequences anew at `p0`, with the next piece.
+        """Start sequences again at `p0`, with the next piece.
 
         Args:
             mask: bool `[*B]`, True for the sequences to start; None for all.
@@ -291,13 +287,8 @@ class Stream:
         return {**self.__dict__, "_calls": Calls()}
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "c": self._p0.shape[-1],
-            "log_params": self._log_params,
-            "lag": self._lag,
-            "viterbi": self._viterbi,
-            "bulk": self._bulk is not None,
-        }
+        options = dict(c=self._p0.shape[-1], log_params=self._log_params, lag=self._lag, viterbi=self._viterbi)
+        return options | {"bulk": self._bulk is not None}
 
     def _begun(self) -> State:
         if self._state is None:

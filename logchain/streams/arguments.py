@@ -1,5 +1,7 @@
 """The checks of a stream's arguments and of its pieces, before anything is computed."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
@@ -36,15 +38,14 @@ def check_stream(p0: Tensor, lag: object, dtype: torch.dtype | None) -> None:
     check_float_dtype("dtype", dtype)
 
 
-def as_transition(name: str, matrices: Tensor | Transition, k: int, like: Tensor, viterbi: object) -> Transition:
+def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: object) -> Transition:
     """Matrices that go with p0, or with a piece `like` of k variables, as a transition; raises for others."""
     c, expected = like.shape[-1], str(k) if k == 1 else f"{max(k, 1)} or {min(k, 1)}"
     if not isinstance(matrices, Transition):
         check_tensor(name, matrices, 3, like=like)
         if matrices.shape[-3] not in (1, k) or matrices.shape[-2:] != (c, c):
-            other, hint = "x_piece", ""
-            if name == "bulk":
-                other, hint = "p0", ": matrices that change go into update, as bulk_piece"
+            hint = ": matrices that change go into update, as bulk_piece" if name == "bulk" else ""
+            other = "p0" if name == "bulk" else "x_piece"
             raise ValueError(
                 f"{name}: expected shape [..., {expected}, {c}, {c}] to go with {other} {list(like.shape)},"
                 f" got {list(matrices.shape)}{hint}"
@@ -70,8 +71,8 @@ def checked_piece(
     state: State | None,
     log_params: bool,
     viterbi: bool,
-) -> tuple[Piece, Tensor | None]:
-    """The next piece of a stream after a state, and the lengths as int64 [*B]; raises for what does not go on."""
+) -> tuple[State, Piece, Tensor | None]:
+    """The state before the next piece, the piece, and the lengths as int64 [*B]; raises for what does not go on."""
     _check_transforms()
     check_tensor("x_piece", x, 2, like=p0)
     if viterbi:  # the number of final states depends on values
@@ -82,14 +83,13 @@ def checked_piece(
         sizes = ", ".join(str(size) for size in (*before, "k", p0.shape[-1]))
         raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
     _check_lead("p0", p0, 1, x)
-    if bulk is not None and bulk_piece is not None:
-        raise ValueError("bulk_piece: expected None, since the stream has a bulk of its own")
-    transition, name = bulk, "bulk"
-    if bulk is None:
-        if bulk_piece is None:
-            raise ValueError("bulk_piece: expected a torch.Tensor, since the stream has no bulk of its own")
-        transition, name = as_transition("bulk_piece", bulk_piece, k, x, viterbi), "bulk_piece"
-    assert transition is not None
+    if (bulk is None) == (bulk_piece is None):
+        expected = (
+            "a torch.Tensor, since the stream has no bulk" if bulk is None else "None, since the stream has a bulk"
+        )
+        raise ValueError(f"bulk_piece: expected {expected} of its own")
+    name = "bulk" if bulk_piece is None else "bulk_piece"
+    transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
     for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
         if parameter.dim() > own:
             _check_lead(name, parameter, own + 1, x)
@@ -102,7 +102,7 @@ def checked_piece(
                 raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
     state = State.before(x) if state is None else state
     counts = state.counts(ends, k)
-    return Piece(x, transition, p0, name, state.fresh, counts, state.starting(counts), log_params), ends
+    return state, Piece(x, transition, p0, name, state.fresh, counts, state.starting(counts), log_params), ends
 
 
 def _check_transforms() -> None:

@@ -39,16 +39,16 @@ def filtered(
     """The results of filtering a piece: posteriors if a `dtype` is given, messages if its logarithms are."""
     piece.check_signs()
     dense = isinstance(piece.transition, Dense) and has_values(piece.x)
-    if not dense or differentiated(*piece.tensors, entering.values):
+    if not dense or differentiated(piece.x, piece.p0, entering.values, *piece.transition.parameters):
         return _by_scan(piece.logs() if logs is None else logs, entering, dtype)
     x = piece.x
-    posteriors = None if dtype is None else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    messages = None if logs is None else torch.empty_like(x, dtype=torch.float64)
+    posteriors = None if dtype is None else x.new_empty(x.shape, dtype=dtype)
+    messages = None if logs is None else x.new_empty(x.shape, dtype=torch.float64)
+    if x.numel() == 0:
+        return entering, posteriors, messages
     with kernels.arithmetic_on(x):
-        leaving = _by_kernels(piece, entering, posteriors, messages, calls) if x.numel() else entering
-    if logs is None or messages is None:
-        return leaving, posteriors, None
-    return leaving, posteriors, _recovered(logs, entering.values, messages)
+        leaving = _by_kernels(piece, entering, posteriors, messages, calls)
+    return leaving, posteriors, messages if logs is None else _recovered(logs, entering.values, messages)
 
 
 def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Filtered:
@@ -131,14 +131,13 @@ def _by_any_kernels(
     return leaving
 
 
-def _recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:
+def _recovered(piece: Piece, before: Tensor, messages: Tensor | None) -> Tensor:
     """The forward messages [*B, k, c] with maximum 0 and small entries, which linear `messages` had flushed to zero.
 
     Each is computed again, in log space, from the one before it, which small entries hardly count for. `before` [*B, c]
     is the message before the piece.
     """
-    if piece.x.numel() == 0:
-        return messages
+    assert messages is not None
     into = after_each(piece.transition, torch.cat([before[..., None, :], messages[..., :-1, :]], -2))
     into = torch.where(piece.linked()[..., None], into, piece.p0[..., None, :])
     return torch.where(piece.active()[..., None], shifted(into + shifted(piece.potentials())[0])[0], -torch.inf)

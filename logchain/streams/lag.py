@@ -1,6 +1,5 @@
 """Fixed-lag smoothing: posteriors of states given everything up to `lag` variables later."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,46 +8,24 @@ from torch.utils._pytree import tree_leaves
 
 from ..kernels.numbers import probabilities, shifted
 from ..transitions import Transition
-from .piece import Piece, after_each, steps_between
+from .piece import Piece, after_each, mapped, steps_between
 
 
 class Window(NamedTuple):
-    """The last n variables, which fewer than `lag` follow.
+    """The last n variables, which fewer than `lag` follow, with forward `messages`, -inf for what is no variable.
 
-    Attributes:
-        x: log-potentials [*B, n, c].
-        messages: forward messages [*B, n, c]; -inf for what is no variable of its sequence.
-        linked: which variables [*B, n] have one before them.
-        transition: log-parameters [*B or ones, n, *own] into each variable; None where the stream has one for all.
+    `linked`: which have a variable before them. `transition` leads into each; None where the stream has one for all.
     """
 
-    x: Tensor
-    messages: Tensor
-    linked: Tensor
-    transition: Transition | None
-
-    @classmethod
-    def of(cls, piece: Piece, messages: Tensor) -> "Window":
-        """The variables of a piece in logarithms."""
-        axis, transition = piece.x.dim() - 2, None
-        if piece.name == "bulk_piece":
-            k = piece.x.shape[axis]
-            transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
-        return cls(piece.x, messages, piece.linked(), transition)
-
-    def each(self, function: Callable[..., Tensor], *others: "Window") -> "Window":
-        """The window of `function(*tensors)` of each of its tensors and of those of others."""
-        *fields, transitions = zip(self, *others, strict=True)
-        x, messages, linked = (function(*tensors) for tensors in fields)
-        if self.transition is None:
-            return Window(x, messages, linked, None)
-        columns = zip(*(transition.parameters for transition in transitions), strict=True)
-        return Window(x, messages, linked, self.transition.with_parameters(*(function(*column) for column in columns)))
+    x: Tensor  # [*B, n, c]
+    messages: Tensor  # [*B, n, c]
+    linked: Tensor  # [*B, n]
+    transition: Transition | None  # log-parameters [*B or ones, n, *own]
 
 
 def passed(held: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
     """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece, and the new window."""
-    window, axis = Window.of(piece, messages), piece.x.dim() - 2
+    axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
         if old.shape[:axis] != new.shape[:axis]:
@@ -56,12 +33,15 @@ def passed(held: Window | None, piece: Piece, messages: Tensor, lag: int) -> tup
             old, new = (part.expand(*lead, *part.shape[axis:]) for part in (old, new))
         return torch.cat([old, new], axis)
 
+    if piece.name == "bulk_piece":
+        transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
+    window = Window(piece.x, messages, piece.linked(), transition)
     if held is not None:
-        _check_alike(held.transition, window.transition)
-        window = held.each(joined, window)
+        _check_alike(held.transition, transition)
+        window = mapped(joined, held, window)
     ready = max(0, window.x.shape[axis] - lag)
     # copied so that the memory of those before is free
-    left = window.each(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone())
+    left = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
     return smoothed(window, piece.transition, ready, lag), left
 
 

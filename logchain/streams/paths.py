@@ -25,17 +25,11 @@ _FEW, _LONG = 32, 16
 
 
 class Survivors(NamedTuple):
-    """The best path to each last state.
+    """The best path to each last state, its log-weight, and which variables are a sequence's first."""
 
-    Attributes:
-        message: log-weights [*B, c] of the paths, with maximum 0.
-        paths: int32 [*B, n, c], -1 for what is no variable of its sequence.
-        starts: which variables [*B, n] are a sequence's first.
-    """
-
-    message: Tensor
-    paths: Tensor
-    starts: Tensor
+    message: Tensor  # [*B, c], the largest 0
+    paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
+    starts: Tensor  # [*B, n]
 
     @classmethod
     def none(cls, like: Tensor) -> "Survivors":

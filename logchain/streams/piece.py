@@ -1,7 +1,8 @@
 """A piece of an unbounded chain, and the forward message that enters and leaves it."""
 
+from collections.abc import Callable
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,25 +17,19 @@ from ..transitions.dense import Dense
 
 
 class Piece(NamedTuple):
-    """k variables of a chain that a message enters.
+    """k variables of a chain that a message enters; leading axes of transition and p0 may be missing.
 
-    Attributes:
-        x: log-potentials [*B, k, c].
-        transition: parameters [*B or ones, k or 1, *own], of which leading axes may be missing, into each variable.
-        p0: initial weights [*B or ones, c].
-        name: "bulk" if `transition` is the stream's, "bulk_piece" if it is that of the piece.
-        fresh: bool [*B], sequences without an earlier variable.
-        counts: int64 [*B], the number of variables of each sequence; None if all have k.
-        starting: whether all sequences start with this piece, or none does; None if some do, or if that is unknown.
-        log_params: whether weights are logarithms.
+    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `fresh`: sequences
+    without an earlier variable. `counts`: the number of variables of each sequence; None if all have k. `starting`:
+    whether all sequences start with this piece, or none does; None if some do, or if that is unknown.
     """
 
-    x: Tensor
-    transition: Transition
-    p0: Tensor
+    x: Tensor  # [*B, k, c]
+    transition: Transition  # parameters [*B or ones, k or 1, *own], into each variable
+    p0: Tensor  # [*B or ones, c]
     name: str
-    fresh: Tensor
-    counts: Tensor | None
+    fresh: Tensor  # bool [*B]
+    counts: Tensor | None  # int64 [*B]
     starting: bool | None
     log_params: bool
 
@@ -42,11 +37,6 @@ class Piece(NamedTuple):
     def bulk(self) -> Tensor:
         """The matrices of a dense transition."""
         return self.transition.parameters[0]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that may need gradients."""
-        return self.x, self.p0, *self.transition.parameters
 
     def part(self, start: int, stop: int) -> "Piece":
         """The piece of the variables from `start` to before `stop`."""
@@ -176,4 +166,16 @@ def scaled(message: Message, term: Tensor) -> Message:
 
 def selected(mask: Tensor, message: Message, other: Message) -> Message:
     """The message for the sequences in a mask [*B], and the other one for the rest."""
-    return Message(*(torch.where(mask[..., None], a, b) for a, b in zip(message, other, strict=True)))
+    return Message(*(torch.where(mask[..., None], *pair) for pair in zip(message, other, strict=True)))
+
+
+def mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
+    """A value with `function(*tensors)` of each tensor in it and in others, also in tuples and parameters."""
+    if isinstance(value, Tensor):
+        return function(value, *others)
+    if isinstance(value, Transition):
+        columns = zip(value.parameters, *(other.parameters for other in others), strict=True)
+        return value.with_parameters(*(function(*column) for column in columns))
+    if isinstance(value, tuple):
+        return type(value)(*(mapped(function, *column) for column in zip(value, *others, strict=True)))
+    return value

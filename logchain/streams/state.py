@@ -1,6 +1,6 @@
 """The state of a stream between two pieces."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,28 +9,21 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values
 from ..autograd.scan import Message
-from ..transitions import Transition
 from ..transitions.dense import Dense
 from .lag import Window
 from .paths import Survivors
-from .piece import Piece, before_all, selected
+from .piece import Piece, before_all, mapped, selected
 
 # the fields that are named tuples
 _PARTS = {"message": Message, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """What the next piece depends on.
+    """What the next piece depends on; `window` and `survivors` are None before they are needed.
 
-    Attributes:
-        message: the forward message [*B, c] with sum 1; -inf before the first variable, and if impossible.
-        fresh: sequences [*B] without a variable yet.
-        over: sequences [*B] that have ended.
-        unlinked: whether all are known to be fresh, without looking at values.
-        running: whether none is known to be fresh or over, likewise.
-        double: whether an operand was float64.
-        window: variables that wait for the lag; None before they are needed.
-        survivors: the best paths; likewise.
+    `message` [*B, c] has sum 1; it is -inf before the first variable, and if impossible. `fresh` [*B]: no variable yet.
+    `over` [*B]: ended. Without looking at values, `unlinked`: all are known to be fresh, `running`: all to go on.
+    `double`: an operand was float64.
     """
 
     message: Message
@@ -50,7 +43,7 @@ class State(NamedTuple):
 
     @property
     def _readable(self) -> bool:
-        """Whether values are looked at, which on a GPU would wait for them."""
+        # on a GPU one would wait for values
         return has_values(self.fresh) and not kernels.on_gpu(self.fresh)
 
     def counts(self, ends: Tensor | None, k: int) -> Tensor | None:
@@ -90,15 +83,15 @@ class State(NamedTuple):
     def detached(self) -> "State":
         """The state without gradients to earlier pieces."""
         leaves = [self.message.values, *(() if self.window is None else (self.window.messages,))]
-        detached: State = _mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
+        detached: State = mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
         return detached
 
     def plain(self) -> dict[str, Any]:
         """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
-        fields: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
+        fields: dict[str, Any] = mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
         fields |= {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
-        if fields["window"] is not None and isinstance(fields["window"]["transition"], Dense):
-            fields["window"]["transition"] = fields["window"]["transition"].parameters[0]
+        if self.window is not None and isinstance(self.window.transition, Dense):
+            (fields["window"]["transition"],) = fields["window"]["transition"].parameters
         return fields
 
     @classmethod
@@ -107,18 +100,5 @@ class State(NamedTuple):
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
         if "window" in parts and isinstance(parts["window"].transition, Tensor):
             parts["window"] = parts["window"]._replace(transition=Dense(parts["window"].transition))
-        state: State = _mapped(_contiguous_copy, cls(**fields | parts))
-        return state
-
-
-def _contiguous_copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with all tensors in it changed, also those in tuples, and the parameters of structures."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Transition):
-        return value.map(change)
-    return type(value)(*(_mapped(change, part) for part in value)) if isinstance(value, tuple) else value
+        copied: State = mapped(partial(torch.clone, memory_format=torch.contiguous_format), cls(**fields | parts))
+        return copied

@@ -90,21 +90,10 @@ def walk(
         calls.repeat(x, bulk, stretch)
     if count:
         report_chains(redone)
-    if posteriors is not None and shares is not None:
-        if shares is not posteriors:
-            posteriors.copy_(shares)
-        _write_last(posteriors, piece.counts, leaving.values.exp())
+    if posteriors is not None and shares is not None and shares is not posteriors:
+        posteriors.copy_(shares)
     if messages is not None and linear is not None:
         logs = Kept(leaving.scale, linear, redone).logs(slice(int(head), None))
         view = layout.steps_first(messages)
         view.copy_(logs.view(view.shape))
     return leaving if piece.counts is None or not head else selected(piece.counts > 0, leaving, entering)
-
-
-def _write_last(posteriors: Tensor, counts: Tensor | None, last: Tensor) -> None:
-    """Write `last` [*B, c] as the posterior of each sequence's last variable, after `counts` [*B] of them or all."""
-    if counts is None:
-        posteriors[..., -1, :] = last
-        return
-    at = (counts - 1).clamp(min=0)[..., None, None].expand(*last.shape[:-1], 1, last.shape[-1])
-    posteriors.scatter_(-2, at, last[..., None, :].to(posteriors.dtype))
