@@ -145,7 +145,7 @@ class Stream:
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag is given no variable past its sequence's end. States of the best path
+            impossible. A posterior with a lag takes no variable past its sequence's end. States of the best path
             are returned once later data cannot change them in any sequence; a sequence that is impossible or NaN has
             state -1 from the first variable that had not been returned before. All results but the states can be
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
@@ -159,9 +159,8 @@ class Stream:
         if self._validate:
             check_used(piece)
         state = state.detached() if self._detach else state
-        state = state._replace(
-            double=state.double or torch.float64 in (piece.x.dtype, piece.p0.dtype, piece.transition.dtype)
-        )
+        is_double = torch.float64 in (piece.x.dtype, piece.p0.dtype, piece.transition.dtype)
+        state = state._replace(double=state.double or is_double)
         logs = piece.logs() if self._lag or self._viterbi else None
         dtype = self._result_dtype(state) if self._filtered else None
         message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None, self._calls)
@@ -188,13 +187,11 @@ class Stream:
         if not isinstance(self._bulk, Dense) or not isinstance(x, Tensor) or not is_plain((x,)):
             return None
         bulk = self._bulk.parameters[0]
-        repeated = self._calls.repeated(x, bulk)
-        if repeated is None or self._result_dtype(state) != x.dtype:
-            return None
-        if differentiated(x, bulk, self._p0, state.message.values):
+        repeated, message = self._calls.repeated(x, bulk), state.message
+        if repeated is None or self._result_dtype(state) != x.dtype or differentiated(x, bulk, self._p0, *message):
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        after, log_norm, redone = repeated.forward(x, state.message, shares)
+        after, log_norm, redone = repeated.forward(x, message, shares)
         if redone:
             report_chains(redone)
         self._state = state._replace(message=Message(*after))
@@ -279,7 +276,10 @@ class Stream:
             raise ValueError("state: expected what state_dict() of a stream has returned")
         if state["options"] != self._options():
             raise ValueError(f"state: expected that of a stream with {self._options()}, got {state['options']}")
-        self._state = None if state["state"] is None else State.of_plain(state["state"])
+        fields = state["state"]
+        if fields is not None and set(fields) != set(State._fields):
+            raise ValueError("state: expected what state_dict() of a stream of this version has returned")
+        self._state = None if fields is None else State.of_plain(fields)
         self._calls = Calls()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def _by_kernels(
         for into, value in zip((posteriors, messages), values, strict=True):
             if into is not None and value is not None:
                 into[..., :1, :] = value
-    in_place, size = stretch.takes(piece), k
+    size, own = k, Layout.of(x, piece.bulk).own
+    # the C loops read a piece where it lies if batch axes with separate matrices come first
+    in_place = kernels.in_c(x) and own == tuple(range(len(own)))
     if not in_place:  # some steps at a time
         size = max(1, _BLOCK * k // (x.numel() + (piece.bulk.numel() if piece.bulk.shape[-3] > 1 else 0)))
     for start in range(first, k, size):

@@ -2,7 +2,7 @@
 
 For each state of the last variable the best path that ends in it is a survivor. Once all survivors go through the same
 state of a variable, the states up to there are final, and only the later ones are held. Where a sequence ends or
-starts anew, the path to its best last state alone survives; states of an impossible sequence are -1.
+starts again, the path to its best last state alone survives; states of an impossible sequence are -1.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""A piece of a stream, walked by one call of the C loops whose arguments are cached for pieces of the same layout."""
+"""A piece of a stream, computed by one call of the C loops whose arguments are cached for pieces of the same layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,24 +36,15 @@ class Calls:
             self._repeated = key, stretch.repeated(x, bulk)
 
     def repeated(self, x: Tensor, bulk: Tensor) -> Any:
-        """The `Repeated` that `repeat` has kept for pieces of this layout; None without one."""
+        """The `Repeated` that `repeat` has stored for pieces of this layout; None without one."""
         key, repeated = self._repeated
         return repeated if repeated is not None and key == _layout(x, bulk) and x.numel() and not x.is_neg() else None
 
 
 def _layout(x: Tensor, bulk: Tensor) -> tuple[Any, ...]:
-    """What pieces for one `Repeated` have in common: for one sequence all but the number of variables.
-
-    The matrix may have been given other memory since.
-    """
+    """What pieces for one `Repeated` have in common: of one sequence all but the number of variables."""
     sizes = x.shape if x.dim() > 2 else x.shape[-1]
     return sizes, x.stride(), x.dtype, x.device, bulk.data_ptr(), bulk.stride(), bulk.dtype
-
-
-def takes(piece: Piece) -> bool:
-    """Whether the C loops read a piece where it lies: batch axes with separate matrices come first."""
-    own = Layout.of(piece.x, piece.bulk).own
-    return kernels.in_c(piece.x) and own == tuple(range(len(own)))
 
 
 def walk(
