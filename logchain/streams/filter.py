@@ -27,16 +27,14 @@ from .piece import Piece, after_each, scaled, selected
 _BLOCK = 2**19
 
 
-# the message [*B, c] with sum 1 that a piece leaves, and where they are wanted its posteriors [*B, k, c] and the
-# logarithms [*B, k, c] of its messages, up to a constant for each variable; 0 and -inf where a sequence has no variable
-Filtered = tuple[Message, Tensor | None, Tensor | None]
-
-
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
 def filtered(
     piece: Piece, entering: Message, dtype: torch.dtype | None, logs: Piece | None, calls: stretch.Calls
-) -> Filtered:
-    """The results of filtering a piece: posteriors if a `dtype` is given, messages if its logarithms are."""
+) -> tuple[Message, Tensor | None, Tensor | None]:
+    """The message with sum 1 that leaves a piece, posteriors if there is a `dtype`, messages if there are `logs` of it.
+
+    Posteriors are 0, and messages [*B, k, c], logarithms up to a constant, -inf where a sequence has no variable.
+    """
     piece.check_signs()
     dense = isinstance(piece.transition, Dense) and has_values(piece.x)
     if not dense or differentiated(piece.x, piece.p0, entering.values, *piece.transition.parameters):
@@ -51,7 +49,9 @@ def filtered(
     return leaving, posteriors, messages if logs is None else _recovered(logs, entering.values, messages)
 
 
-def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Filtered:
+def _by_scan(
+    piece: Piece, entering: Message, dtype: torch.dtype | None
+) -> tuple[Message, Tensor | None, Tensor | None]:
     """The same for a piece in logarithms, step by step.
 
     The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
