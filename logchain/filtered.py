@@ -9,10 +9,11 @@ from . import kernels
 from .arguments import Lengths, check_lengths
 from .chain import Chain
 from .stream import Stream, StreamUpdate
-from .streams.structures import steps_between, steps_of
+from .streams.piece import steps_between
 from .structured.messages import filtered as filtered_by_kernels
 from .structured.operands import Operands
 from .transitions import Transition
+from .transitions.dense import Dense
 
 
 class Filtered(NamedTuple):
@@ -57,7 +58,7 @@ def filtered(
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
         NotImplementedError: inside `torch.vmap`, and for forward derivatives.
 
-    Inside `torch.compile` there are graph breaks where there are lengths.
+    Inside `torch.compile` there are graph breaks.
 
     Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
 
@@ -89,14 +90,15 @@ def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | N
             check_lengths(ends, x.shape[-2])
         # in a stream 0 is a length too; one that is negative makes its sequence NaN
         ends = ends.masked_fill(ends < 1, -1)
-    steps, c = steps_of(bulk), x.shape[-1]
+    transition, c = bulk if isinstance(bulk, Transition) else Dense(bulk), x.shape[-1]
+    steps = transition.lead[-1]
     # matrices come with the pieces, so that those which no sequence uses are in no gradient
     stream = Stream(None, p0, log_params=log_params, detach=False)
     if steps == 1:
         return _results(stream.update(x, bulk, lengths=ends))
     # a matrix that leads into the first variable has no influence
-    into = steps_between(bulk, 0, 1) if steps else torch.zeros(1, c, c, dtype=bulk.dtype, device=bulk.device)
-    first = _results(stream.update(x[..., :1, :], into))
+    into = torch.zeros(1, c, c, dtype=transition.dtype, device=transition.device)
+    first = _results(stream.update(x[..., :1, :], steps_between(transition, 0, 1) if steps else into))
     if not steps:
         return first
     rest = _results(stream.update(x[..., 1:, :], bulk, lengths=None if ends is None else ends - 1))

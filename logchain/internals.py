@@ -76,7 +76,9 @@ def constant_in_graphs(function: _Function) -> _Function:
     return function
 
 
-def between_graphs(function: _Function) -> _Function:
+def between_graphs(
+    function: _Function, reason: str = "a chain of structures is computed between graphs; bulk.to_dense() has one"
+) -> _Function:
     """The function, which breaks the graph where torch.compile meets it, and is computed as it is."""
     disabled = None
 
@@ -84,7 +86,7 @@ def between_graphs(function: _Function) -> _Function:
     def call(*args: Any) -> Any:
         nonlocal disabled
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg="a chain of structures is computed between graphs; bulk.to_dense() has one")
+            torch._dynamo.graph_break(msg=reason)
         if not may_be_compiled():
             return function(*args)
         if disabled is None:

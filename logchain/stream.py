@@ -5,19 +5,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_tensor
-from .kernels.numbers import log_weights
-from .operands import arithmetic_dtype, differentiated, is_plain
+from .arguments import Lengths, check_flag
+from .autograd.scan import Message
+from .kernels.numbers import probabilities
+from .operands import differentiated, is_plain
 from .rescues import report_chains
-from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used
+from .streams.arguments import as_transition, check_mask, check_stream, check_used, checked_piece
 from .streams.filter import filtered
-from .streams.lag import at_the_end, passed
-from .streams.paths import Survivors, ended, extended, settled
-from .streams.piece import Carried, RawPiece
+from .streams.lag import passed, smoothed
+from .streams.paths import Survivors, extended, first_states, settled
+from .streams.piece import in_logs, log_norm
 from .streams.state import State
 from .streams.stretch import Calls
-from .streams.structures import each, with_lead
 from .transitions import Transition
+from .transitions.dense import Dense
 
 
 class StreamUpdate(NamedTuple):
@@ -40,8 +41,7 @@ class Stream:
     r"""`logchain.product` of a chain that comes in pieces, in constant memory, with posteriors as they become known.
 
     After each piece `log_norm` is the log-partition of the whole chain so far, however it is divided. Between pieces
-    one forward message is kept, and the logarithm of its sum. `logchain.filtered` is one call for a chain that is there
-    as a whole.
+    one forward message is stored. `logchain.filtered` is one call for a whole chain.
 
     Args:
         bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings
@@ -58,8 +58,8 @@ class Stream:
         validate: also check the values of each piece, which costs a pass over the data.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic within a piece is that of `logchain.product`,
-    the message between pieces is float64, and so are all steps with gradients. Sequences may end and start anew at
-    different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
+    the message between pieces is float64, and so are all steps with gradients. Sequences may end and start again
+    at different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
 
     Raises:
         TypeError: an argument is of the wrong kind, or `viterbi` meets a structure whose entries are sums.
@@ -69,12 +69,11 @@ class Stream:
     gradients each step takes several of torch's operators, which is far slower for few states. Inside `torch.compile`
     there are graph breaks; `torch.vmap` and forward derivatives raise NotImplementedError.
 
-    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, in fewer where a long piece
-    of one sequence is walked as segments side by side, and a fraction of a millisecond for each update; with a lag
-    `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, `c` times that for up to 32
-    states, and one step at a time beyond. Memory: posteriors, some megabytes that pieces share, one message, L
-    variables and their matrices, and c 4-byte states for each variable whose best state later data can still change, in
-    any of the sequences. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
+    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, and a fraction of a
+    millisecond for each update; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and
+    maxima, `c` times that for up to 32 states, and one step at a time beyond. Memory: posteriors, some megabytes that
+    pieces share, one message, L variables and their matrices, and c 4-byte states for each variable whose best state
+    later data can still change, in any of the sequences. A lag, `viterbi` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
@@ -107,29 +106,27 @@ class Stream:
         dtype: torch.dtype | None = None,
         validate: bool = False,
     ) -> None:
-        check_stream(bulk, p0, lag, dtype, viterbi)
+        check_stream(p0, lag, dtype)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
-        self._bulk, self._p0 = bulk, p0
+        self._bulk, self._p0 = None if bulk is None else as_transition("bulk", bulk, 1, p0, viterbi), p0
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
         self._calls = Calls()
-        # no question is asked of a piece but the filtered posteriors
-        self._filters = not (lag or viterbi or validate)
 
     @property
     def log_norm(self) -> Tensor:
         """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
         state = self._begun()
-        return state.carried.log_norm().to(self._result_dtype(state))
+        return log_norm(state.message).to(self._result_dtype(state))
 
     @property
     def filtered(self) -> Tensor:
         """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
         state = self._begun()
-        return state.carried.posterior().to(self._result_dtype(state))
+        return probabilities(state.message.values).to(self._result_dtype(state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | Transition | None = None, *, lengths: Lengths | None = None
@@ -144,60 +141,36 @@ class Stream:
                 lag, all updates bring the same structure, with other parameters.
             lengths: integers from 0 to k of the shape of the first axes of `B`, or one for all: how many variables of
                 the piece each sequence has. One that has less than k has ended: nothing that comes has influence on it,
-                until `reset` starts it anew.
+                until `reset` starts it again.
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag is given no variable behind its sequence's end. States of the best path
+            impossible. A posterior with a lag takes no variable past its sequence's end. States of the best path
             are returned once later data cannot change them in any sequence; a sequence that is impossible or NaN has
             state -1 from the first variable that had not been returned before. All results but the states can be
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
         """
-        x = x_piece
-        repeated = self._repeated(x, bulk_piece, lengths)
+        repeated = self._repeated(x_piece, bulk_piece, lengths)
         if repeated is not None:
             return repeated
-        check_transforms()
-        check_tensor("x_piece", x, 2, like=self._p0)
-        before = x.shape[:-2] if self._state is None else self._state.fresh.shape
-        ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before, self._viterbi)
-        matrices = self._bulk if bulk_piece is None else bulk_piece
-        assert matrices is not None
-        bulk: Any = with_lead(matrices, x.dim() - 1)
-        k, state = x.shape[-2], State.before(x) if self._state is None else self._state
-        state = state.detached() if self._detach else state
-        state = state._replace(double=state.double or arithmetic_dtype(x, bulk, self._p0) == torch.float64)
-        running = state.running and ends is None
-        counts = None if running else active_counts(ends, state.over, k)
-        raw = RawPiece(
-            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
+        state, piece, ends = checked_piece(
+            x_piece, bulk_piece, lengths, self._bulk, self._p0, self._state, self._log_params, self._viterbi
         )
-        piece = raw.logs(every=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
-            assert piece is not None
-            check_used(piece, raw)
+            check_used(piece)
+        state = state.detached() if self._detach else state
+        is_double = torch.float64 in (piece.x.dtype, piece.p0.dtype, piece.transition.dtype)
+        state = state._replace(double=state.double or is_double)
+        logs = piece.logs() if self._lag or self._viterbi else None
         dtype = self._result_dtype(state) if self._filtered else None
-        carried, posteriors, messages = filtered(raw, state.carried, dtype, piece if self._lag else None, self._calls)
-        over = state.over
-        if ends is not None:
-            wrong = (ends < 0) | (ends > k)  # on a GPU lengths have not been checked
-            carried, over = carried._replace(total=carried.total.masked_fill(wrong, torch.nan)), over | (ends < k)
-        state = state._replace(
-            carried=carried,
-            fresh=state.fresh if running else raw.still_fresh(),
-            over=over,
-            unlinked=state.unlinked and k == 0,
-            running=running or (counts is None and k > 0),
-        )
-        ready = states = None
-        if self._viterbi:
-            assert piece is not None
+        message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None, self._calls)
+        state, ready, states = state.after(piece, message, ends), None, None
+        if self._viterbi and logs is not None:
             with torch.no_grad():
-                states, survivors = settled(extended(state.survivors or Survivors.none(carried.message), piece))
+                states, survivors = settled(extended(state.survivors or Survivors.none(message.values), logs))
             state = state._replace(survivors=survivors)
-        if self._lag:
-            assert piece is not None and messages is not None
-            ready, window = passed(state.window, piece, messages, self._bulk is not None, self._lag)
+        if self._lag and logs is not None and messages is not None:
+            ready, window = passed(state.window, logs, messages, self._lag)
             state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
@@ -207,26 +180,27 @@ class Stream:
         All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
         """
         state = self._state
-        if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
+        if state is None or not state.running or bulk_piece is not None or lengths is not None:
             return None
-        if not isinstance(x, Tensor) or not is_plain((x,)):
+        if self._lag or self._viterbi or self._validate:
             return None
-        if not isinstance(self._bulk, Tensor) or differentiated(x, self._bulk, self._p0, state.carried.message):
+        if not isinstance(self._bulk, Dense) or not isinstance(x, Tensor) or not is_plain((x,)):
             return None
-        repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
-        if repeated is None or dtype != x.dtype:
+        bulk = self._bulk.parameters[0]
+        repeated, message = self._calls.repeated(x, bulk), state.message
+        if repeated is None or self._result_dtype(state) != x.dtype or differentiated(x, bulk, self._p0, *message):
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        after, log_norm, redone = repeated.forward(x, state.carried, shares)
+        after, log_norm, redone = repeated.forward(x, message, shares)
         if redone:
             report_chains(redone)
-        self._state = state._replace(carried=Carried(*after))
+        self._state = state._replace(message=Message(*after))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
         """The posteriors and states that were still waiting for more variables, with all sequences ended.
 
-        `reset` starts sequences anew.
+        `reset` starts sequences again.
 
         Returns:
             `StreamUpdate`, whose filtered posterior is empty.
@@ -238,22 +212,20 @@ class Stream:
         tensor([1, 1])
         """
         state = self._begun()
-        message, ready, states = state.carried.message, None, None
+        message, ready, states = state.message.values, None, None
         empty = message[..., None, :][..., :0, :]
         if self._lag:
-            matrix = None
-            if self._bulk is not None:
-                bulk = with_lead(self._bulk, message.dim())
-                matrix = each(lambda one, _: log_weights(one, self._log_params, torch.float64), bulk)
-            ready = empty if state.window is None else at_the_end(state.window, matrix, self._lag)
+            bulk = self._bulk and in_logs(self._bulk, message.dim(), self._log_params)
+            ready = smoothed(state.window, bulk, state.window.x.shape[-2], self._lag) if state.window else empty
         if self._viterbi:
-            states, survivors = ended(state.survivors or Survivors.none(message))
+            survivors = state.survivors or Survivors.none(message)
+            states, survivors = first_states(survivors, survivors.paths.shape[-2])
             state = state._replace(survivors=survivors)
         state = state._replace(over=torch.ones_like(state.over), running=False, window=None)
         return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Start sequences anew at `p0`, with the next piece.
+        """Start sequences again at `p0`, with the next piece.
 
         Args:
             mask: bool `[*B]`, True for the sequences to start; None for all.
@@ -267,7 +239,7 @@ class Stream:
         state = self._state
         check_mask(mask, None if state is None else state.fresh)
         if state is not None:
-            self._state = state.anew(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
+            self._state = state.restarted(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
         """The state that later updates depend on, besides the arguments of the stream: see `load_state_dict`.
@@ -304,7 +276,10 @@ class Stream:
             raise ValueError("state: expected what state_dict() of a stream has returned")
         if state["options"] != self._options():
             raise ValueError(f"state: expected that of a stream with {self._options()}, got {state['options']}")
-        self._state = None if state["state"] is None else State.of_plain(state["state"])
+        fields = state["state"]
+        if fields is not None and set(fields) != set(State._fields):
+            raise ValueError("state: expected what state_dict() of a stream of this version has returned")
+        self._state = None if fields is None else State.of_plain(fields)
         self._calls = Calls()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -312,13 +287,8 @@ class Stream:
         return {**self.__dict__, "_calls": Calls()}
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "c": self._p0.shape[-1],
-            "log_params": self._log_params,
-            "lag": self._lag,
-            "viterbi": self._viterbi,
-            "bulk": self._bulk is not None,
-        }
+        options = dict(c=self._p0.shape[-1], log_params=self._log_params, lag=self._lag, viterbi=self._viterbi)
+        return options | {"bulk": self._bulk is not None}
 
     def _begun(self) -> State:
         if self._state is None:

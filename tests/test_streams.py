@@ -183,13 +183,14 @@ def test_pieces_of_equal_layout_equal_others(dtype, batch):
 
 
 @pytest.fixture
-def going() -> Stream:
-    """A stream of one sequence whose pieces are one call each."""
+def going() -> tuple[Stream, torch.Tensor]:
+    """A stream of one sequence whose pieces are one call each, and its matrix."""
     draw = torch.Generator().manual_seed(0)
-    stream = Stream(torch.rand(1, 3, 3, generator=draw), torch.rand(3, generator=draw))
+    bulk = torch.rand(1, 3, 3, generator=draw)
+    stream = Stream(bulk, torch.rand(3, generator=draw))
     for _ in range(3):
         stream.update(torch.zeros(4, 3))
-    return stream
+    return stream, bulk
 
 
 def assert_alike(stream: Stream, other: Stream, x: torch.Tensor) -> None:
@@ -208,21 +209,34 @@ def test_strides_of_single_variables_are_not_remembered(rows):
 
 
 def test_wrong_pieces_are_refused_later_too(going):
+    stream, _ = going
     with pytest.raises(ValueError, match="^x_piece: expected device cpu, got meta$"):
-        going.update(torch.zeros(4, 3, device="meta"))
+        stream.update(torch.zeros(4, 3, device="meta"))
     with pytest.raises(TypeError, match="^x_piece: expected a torch.Tensor, got NoneType$"):
-        going.update(None)
+        stream.update(None)
     other = Stream(torch.ones(1, 3, 3), torch.ones(3))
     other.update(torch.zeros(2, 4, 3))
-    going.load_state_dict(other.state_dict())
+    stream.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=r"^x_piece: expected shape \[2, k, 3\], got \[4, 3\]$"):
-        going.update(torch.zeros(4, 3))
+        stream.update(torch.zeros(4, 3))
 
 
 def test_a_matrix_may_be_given_other_memory(going):
-    other = copy.deepcopy(going)
-    other._bulk = going._bulk.data = torch.rand(1, 3, 3)
-    assert_alike(going, other, torch.zeros(4, 3))
+    stream, bulk = going
+    bulk.data = torch.rand(1, 3, 3)
+    other = Stream(bulk, torch.ones(3))
+    other.load_state_dict(stream.state_dict())
+    assert_alike(stream, other, torch.zeros(4, 3))
+
+
+def test_a_copy_reads_its_own_matrix(going):
+    stream, bulk = going
+    other = copy.deepcopy(stream)
+    expected = stream.update(torch.zeros(4, 3))
+    bulk.fill_(NAN)
+    found = other.update(torch.zeros(4, 3))
+    torch.testing.assert_close(found.log_norm, expected.log_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.filtered, expected.filtered, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("filtered", [False, True])
@@ -351,6 +365,7 @@ def test_wrong_arguments_are_named():
     into = each_step(bulk, 17)
     stream, wide = Stream(None, p0), Stream(None, p0.expand(5, 1, 6))
     other = Stream(None, p0, lag=1).state_dict()
+    older = {**stream.state_dict(), "state": {"carried": torch.ones(1)}}
     with pytest.raises(RuntimeError, match="expected an update before"):
         _ = stream.log_norm
     wrong = [
@@ -366,6 +381,7 @@ def test_wrong_arguments_are_named():
         (ValueError, "mask: expected shape None", lambda: stream.reset(torch.tensor([True]))),
         (TypeError, "mask: expected a torch.Tensor of bool", lambda: stream.reset([True])),
         (ValueError, "state: expected that of a stream", lambda: stream.load_state_dict(other)),
+        (ValueError, "state: expected what state_dict() of a", lambda: stream.load_state_dict(older)),
         (ValueError, "bulk_piece: expected None", lambda: Stream(bulk[..., :1, :, :], p0).update(x, into)),
     ]
     for kind, text, call in wrong:

@@ -9,7 +9,7 @@ from ..chain import Chain
 from .arguments import Arguments, Call, function, run
 from .library import in_large_pages
 
-# the logarithm of a message [*B, c] with sum 1, the log-partition [*B], and its rounding error [*B]; contiguous
+# the logarithm of a message [*B, c] with sum 1, the log-partition [*B, 1], and its rounding error [*B, 1]; contiguous
 Carried = tuple[Tensor, Tensor, Tensor]
 
 
@@ -71,22 +71,22 @@ class Stretch:
             a.ends, a.order = ends.data_ptr(), order.data_ptr()
         return after, self._lossy, run(a, self._dtype, "value", self._spans)
 
-    def repeated(self, bulk: Tensor) -> "Repeated | None":
+    def repeated(self, x: Tensor, bulk: Tensor) -> "Repeated | None":
         """Stretches with a head and one matrix, one after the other; None where several threads share a stretch."""
         if not self._head or len(self._spans) > 1:
             return None
         arguments = Arguments.from_buffer_copy(self._arguments)
         arguments.last = arguments.sets * arguments.members
         arguments.bulk, arguments.p0 = bulk.data_ptr(), self._one.data_ptr()
-        return Repeated(arguments, self._dtype, [bulk, self._one])
+        return Repeated(arguments, x.new_empty(x.shape[:-2]), [bulk, self._one])
 
 
 class Repeated:
     """Stretches of one shape but for their lengths: one call of the library for each, with only addresses changed."""
 
-    def __init__(self, arguments: Arguments, dtype: torch.dtype, held: list[Tensor]) -> None:
-        self._arguments, self._dtype, self._held = arguments, dtype, held
-        self._call, self._reference = function("stretch", dtype), ctypes.byref(arguments)
+    def __init__(self, arguments: Arguments, log_norm: Tensor, held: list[Tensor]) -> None:
+        self._arguments, self._log_norm, self._held = arguments, log_norm, held
+        self._call, self._reference = function("stretch", log_norm.dtype), ctypes.byref(arguments)
         self._room = torch.empty(self._call(self._reference) + 64, dtype=torch.uint8, device="cpu")
         arguments.room = self._room.data_ptr() + 63 & ~63
 
@@ -94,7 +94,7 @@ class Repeated:
         """The message that leaves, the log-partition [*B] in the dtype of x, and the number of redone sequences."""
         a = self._arguments
         after = _carry(a, carried, a.members, shares)
-        value = torch.empty_like(carried[1], dtype=self._dtype)
+        value = torch.empty_like(self._log_norm)
         a.x, a.entering_double, a.value = x.data_ptr(), carried[0].data_ptr(), value.data_ptr()
         a.steps, a.x_step = x.shape[-2] + 1, x.stride(-2)
         return after, value, self._call(self._reference)

@@ -46,6 +46,7 @@ class Steps:
         lengths: int64 [*B], or None for v.
         log_params: whether parameters and p0 are logarithms.
         entered: whether a message enters, in place of p0; then the first matrix leads into the first step.
+        fresh: bool [*B], sequences that start with p0 although a message enters; None: no sequence does.
 
     Attributes:
         sets: the order of sequences.
@@ -53,6 +54,7 @@ class Steps:
         v: the number of steps.
         device: that of all tensors.
         ends: the number of steps of each sequence (g, m, 1), or None.
+        fresh: whether a sequence starts with p0 (g, m, 1), or None.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Steps:
         log_params: bool,
         *,
         entered: bool = False,
+        fresh: Tensor | None = None,
     ) -> None:
         self.entered = int(entered)
         self.batch, self.v, self.device = x.shape[:-2], x.shape[-2], x.device
@@ -74,6 +77,7 @@ class Steps:
         self.sets = Sets.of(self.batch, self.parameters)
         self.shape = self.sets.g, self.sets.m, x.shape[-1]
         self.ends = None if lengths is None else self.sets.grouped(lengths)[..., None]
+        self.fresh = None if fresh is None else self.sets.grouped(fresh)[..., None]
         self._transition, self._log = transition, log_params
         self._p0 = self.sets.grouped(p0[(None,) * (len(self.batch) + 1 - p0.dim())])
         # all steps at once: a gradient through a look-up of each takes time quadratic in v
@@ -138,7 +142,10 @@ def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Ite
     for step in range(1 - steps.entered, steps.v):
         # the largest potential is taken out first: a sum is rounded by its own size
         potential, shift = shifted(steps.potential(step))
-        after, top = shifted(apply(steps.transition(step), message) + potential)
+        after = apply(steps.transition(step), message)
+        if step == 0 and steps.fresh is not None:
+            after = torch.where(steps.fresh, steps.start(), after)
+        after, top = shifted(after + potential)
         inside = steps.inside(step)
         if inside is not None:
             after = torch.where(inside, after, message)

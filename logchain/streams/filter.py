@@ -1,181 +1,145 @@
 """The filtered posteriors of a piece, and the forward message that it leaves to the next one.
 
-Without gradients the chain kernels compute, a block of steps at a time; with gradients, and for structures, torch's
-operations do, step by step.
+Dense matrices without gradients are computed by the kernels of chains, others by the differentiable scan.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..arguments import has_values
-from ..autograd.operator import operator
+from ..autograd.scan import Message, Steps, forward_messages
+from ..internals import between_graphs
+from ..kernels import message as linear
 from ..kernels.chain import Chain
-from ..kernels.message import Message
-from ..kernels.numbers import exact_sum, probabilities
+from ..kernels.numbers import probabilities, shifted
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
+from ..transitions import LOG
+from ..transitions.dense import Dense
 from . import stretch
-from .piece import Carried, Piece, RawPiece, added, filtering, normalised, recovered
+from .piece import Piece, after_each, scaled, selected
 
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
 
 
-class Filtered(NamedTuple):
-    """The state `carried` to the next piece, and posteriors and forward messages of this one if asked for.
-
-    `posteriors` [*B, k, c]: of each state given all up to it; 0 where a sequence has no variable. `messages` [*B, k, c]
-    are logarithms up to a constant for each variable; arbitrary where a sequence has none.
-    """
-
-    carried: Carried
-    posteriors: Tensor | None
-    messages: Tensor | None
-
-
+@partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
 def filtered(
-    raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece | None, calls: stretch.Calls
-) -> Filtered:
-    """The results of filtering a piece: posteriors if a `dtype` is given, messages if `piece`, its logarithms, is."""
-    raw.check_signs()
-    if not isinstance(raw.bulk, Tensor) or differentiated(raw.x, raw.bulk, raw.p0, carried.message):
-        return _by_autograd(raw, carried, dtype, raw.logs() if piece is None else piece)
-    if torch.compiler.is_compiling() or not has_values(raw.x):
-        *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)
-    else:
-        with kernels.arithmetic_on(raw.x):
-            *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
-    logs = None if piece is None else recovered(piece, carried.message, messages)
-    return Filtered(Carried(*after), None if dtype is None else posteriors, logs)
+    piece: Piece, entering: Message, dtype: torch.dtype | None, logs: Piece | None, calls: stretch.Calls
+) -> tuple[Message, Tensor | None, Tensor | None]:
+    """The message with sum 1 that leaves a piece, posteriors if there is a `dtype`, messages if there are `logs` of it.
 
-
-def _by_autograd(raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece) -> Filtered:
-    messages, after = _steps(piece, carried)
-    posteriors = None
-    if dtype is not None:
-        posteriors = torch.where(piece.active[..., None], messages.exp(), 0.0).to(dtype)
-    return Filtered(after, posteriors, messages)
-
-
-def _steps(piece: Piece, carried: Carried) -> tuple[Tensor, Carried]:
-    """The messages [*B, k, c] of a piece with sum 1, computed step by step, and what is carried on.
-
-    The log-partition that is carried is a constant to autograd, and so is the sum that the message is divided by:
-    derivatives of both would cancel, but for their rounding errors. `Carried.log_norm` has the gradient of the message.
+    Posteriors are 0, and messages [*B, k, c], logarithms up to a constant, -inf where a sequence has no variable.
     """
-    messages, shifts = filtering(piece, carried.message)
-    message = messages[..., -1, :]
-    messages, norms = normalised(messages)
-    norm = norms[..., -1].detach()
-    message = message - norm.masked_fill(norm == -torch.inf, 0.0)[..., None]
-    moved = piece.active.any(-1)
-    term, lost = exact_sum(torch.stack([torch.zeros_like(norm), *shifts.flatten(-2).unbind(-1)]))
-    total = added(carried, torch.where(moved, norm, 0.0))
-    total = added(total._replace(lost=total.lost + lost), term)
-    # an impossible sequence has gradient 0 in earlier pieces too
-    dead = moved & (norm == -torch.inf)
-    after = total.total.masked_fill(dead, -torch.inf), total.lost.masked_fill(dead, 0.0)
-    return messages[..., 1:, :], Carried(torch.where(moved[..., None], message, carried.message), *after)
+    piece.check_signs()
+    dense = isinstance(piece.transition, Dense) and has_values(piece.x)
+    if not dense or differentiated(piece.x, piece.p0, entering.values, *piece.transition.parameters):
+        return _by_scan(piece.logs() if logs is None else logs, entering, dtype)
+    x = piece.x
+    posteriors = None if dtype is None else x.new_empty(x.shape, dtype=dtype)
+    messages = None if logs is None else x.new_empty(x.shape, dtype=torch.float64)
+    if x.numel() == 0:
+        return entering, posteriors, messages
+    with kernels.arithmetic_on(x):
+        leaving = _by_kernels(piece, entering, posteriors, messages, calls)
+    return leaving, posteriors, messages if logs is None else _recovered(logs, entering.values, messages)
 
 
-def _operator_by_kernels(*args: Any) -> tuple[Tensor, ...]:
-    *raw, message, total, lost, dtype, logs = args
-    return _by_kernels(RawPiece(*raw), Carried(message, total, lost), dtype, logs, stretch.Calls())
+def _by_scan(
+    piece: Piece, entering: Message, dtype: torch.dtype | None
+) -> tuple[Message, Tensor | None, Tensor | None]:
+    """The same for a piece in logarithms, step by step.
+
+    The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
+    cancel, but for their rounding errors. `log_norm` has the gradient of the message.
+    """
+    if piece.x.numel() == 0:
+        return entering, None if dtype is None else piece.x.to(dtype), piece.x
+    fresh = None if piece.starting is False else piece.fresh
+    steps = Steps(piece.potentials(), piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
+    first = Message(*map(steps.sets.grouped, entering))
+    columns = [*map(steps.by_step, zip(first, *forward_messages(steps, first), strict=True))]  # [*B, k + 1, c or 1]
+    messages, last = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
+    if piece.counts is not None:
+        messages = torch.where(piece.active()[..., None], messages, -torch.inf)
+        index = piece.counts[..., None, None]
+        last = Message(*(column.gather(-2, index.expand_as(column[..., :1, :])).squeeze(-2) for column in columns))
+    norm = LOG.sum(last.values.detach(), -1)[..., None]
+    leaving = scaled(last, norm)._replace(values=last.values - norm.masked_fill(norm == -torch.inf, 0.0))
+    if piece.counts is not None:
+        leaving = selected(piece.counts > 0, leaving, entering)
+    return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
 
 
 def _by_kernels(
-    raw: RawPiece, carried: Carried, dtype: torch.dtype | None, logs: bool, calls: stretch.Calls
-) -> tuple[Tensor, ...]:
-    x, k = raw.x, raw.x.shape[-2]
-    outputs = _outputs(x, dtype, logs)
-    if x.numel() == 0:
-        return *(tensor.clone() for tensor in carried), *outputs
-    posteriors, messages = outputs[0] if dtype is not None else None, outputs[1] if logs else None
-    starting, first = _starting(raw), 0
-    if starting is None:  # some start and others go on: the first step is computed apart
-        alone = raw.part(0, 1)
-        _, carried = _steps(alone.logs(), carried)
+    piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None, calls: stretch.Calls
+) -> Message:
+    """The message that leaves a dense piece; posteriors and messages are written where there is memory for them."""
+    x, k, first, message = piece.x, piece.x.shape[-2], 0, entering
+    if piece.starting is None:  # some start and others go on: the first step is computed apart
         first = 1
-        if posteriors is not None:
-            posteriors[..., 0, :] = carried.message.exp()
-        if messages is not None:
-            messages[..., 0, :] = carried.message
-    in_place, size = stretch.takes(raw), k
+        message, *values = _by_scan(piece.part(0, 1).logs(), message, torch.float64)
+        for into, value in zip((posteriors, messages), values, strict=True):
+            if into is not None and value is not None:
+                into[..., :1, :] = value
+    size, own = k, Layout.of(x, piece.bulk).own
+    # the C loops read a piece where it lies if batch axes with separate matrices come first
+    in_place = kernels.in_c(x) and own == tuple(range(len(own)))
     if not in_place:  # some steps at a time
-        size = max(1, _BLOCK * k // (x.numel() + (raw.bulk.numel() if raw.bulk.shape[-3] > 1 else 0)))
+        size = max(1, _BLOCK * k // (x.numel() + (piece.bulk.numel() if piece.bulk.shape[-3] > 1 else 0)))
     for start in range(first, k, size):
-        part, head = raw.part(start, min(start + size, k)), not starting or start > 0
+        part, head = piece.part(start, min(start + size, k)), not piece.starting or start > 0
         into, logs_into = (None if out is None else out[..., start : start + size, :] for out in (posteriors, messages))
         if in_place:
-            carried = stretch.walk(part, carried, head, into, logs_into, calls)
+            message = stretch.walk(part, message, head, into, logs_into, calls)
         else:
-            carried = _by_any_kernels(part, carried, head, into, logs_into)
-    if posteriors is not None and raw.counts is not None:
-        posteriors.masked_fill_(~raw.active()[..., None], 0.0)
-    return *carried, *outputs
+            message = _by_any_kernels(part, message, head, into, logs_into)
+    if posteriors is not None and piece.counts is not None:
+        posteriors.masked_fill_(~piece.active()[..., None], 0.0)
+    return message
 
 
 def _by_any_kernels(
-    raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None
-) -> Carried:
+    piece: Piece, entering: Message, head: bool, posteriors: Tensor | None, messages: Tensor | None
+) -> Message:
     """The same as `stretch.walk`, by the kernels of any device."""
-    x, bulk, counts = raw.x, raw.bulk, raw.counts
+    x, bulk, counts = piece.x, piece.bulk, piece.counts
     if not head and bulk.shape[-3] > 1:
         bulk = bulk[..., 1:, :, :]
-    layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, raw.p0)
+    layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, piece.p0)
     steps, ends = layout.steps_first(x), None if counts is None else layout.sequences(counts)[..., None]
-    chain = Chain(steps, layout.matrices(bulk), layout.weights(raw.p0), ends, raw.log_params, dtype)
-    grid, entering, kept = (chain.g, chain.m, chain.c), None, None
+    chain = Chain(steps, layout.matrices(bulk), layout.weights(piece.p0), ends, piece.log_params, dtype)
+    grid, before, kept = (chain.g, chain.m, chain.c), None, None
     if head:
-        values = layout.weights(carried.message).reshape(grid)
-        entering = Message(values, values.new_zeros(2, *grid[:2]))
+        values = layout.weights(entering.values).reshape(grid)
+        before = linear.Message(values, values.new_zeros(2, *grid[:2]))
     if posteriors is not None or messages is not None:
         kept = chain.new(chain.v + head, *grid)
-    residuals, leaving = kernels.chain_kernels(x).forward(chain, entering, keep=kept, leave=True)
+    residuals, after = kernels.chain_kernels(x).forward(chain, before, keep=kept, leave=True)
     report_chains(residuals.redone)
-    logs = None if kept is None else residuals.logs(slice(int(head), None)).view(steps.shape)
-    if posteriors is not None and logs is not None:
-        layout.steps_first(posteriors).copy_(probabilities(logs))
-    if messages is not None and logs is not None:
-        layout.steps_first(messages).copy_(logs)
-    for term in leaving.scale:
-        carried = added(carried, layout.batched(term))
-    return carried._replace(message=layout.states(leaving.values.view(*chain.lead, chain.c)))
+    if kept is not None:
+        logs = residuals.logs(slice(int(head), None)).view(steps.shape)
+        if posteriors is not None:
+            layout.steps_first(posteriors).copy_(probabilities(logs))
+        if messages is not None:
+            layout.steps_first(messages).copy_(logs)
+    leaving = entering._replace(values=layout.states(after.values.view(*chain.lead, chain.c)))
+    for term in after.scale:
+        leaving = scaled(leaving, layout.batched(term)[..., None])
+    return leaving
 
 
-def _outputs(x: Tensor, dtype: torch.dtype | None, logs: bool) -> tuple[Tensor, Tensor]:
-    """Memory for posteriors and messages, empty for what is not asked for."""
-    return (
-        x.new_empty(x.shape if dtype is not None else (0,), dtype=dtype),
-        x.new_empty(x.shape if logs else (0,), dtype=torch.float64),
-    )
+def _recovered(piece: Piece, before: Tensor, messages: Tensor | None) -> Tensor:
+    """The forward messages [*B, k, c] with maximum 0 and small entries, which linear `messages` had flushed to zero.
 
-
-def _shapes(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *carried, dtype, logs = args[-5:]
-    return *(torch.empty_like(tensor) for tensor in carried), *_outputs(x, dtype, logs)
-
-
-_operator = operator(
-    "filtered(Tensor x, Tensor bulk, Tensor p0, bool own, Tensor fresh, bool unlinked, bool running, Tensor? counts,"
-    " bool log_params, Tensor message, Tensor total, Tensor lost, ScalarType? dtype, bool logs)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _operator_by_kernels,
-    _shapes,
-)
-
-
-def _starting(raw: RawPiece) -> bool | None:
-    """Whether all sequences start with this piece; None if only some do, or if that is not known."""
-    if raw.running:
-        return False
-    counts = raw.counts
-    if kernels.on_gpu(raw.x):  # nothing is looked at
-        return True if raw.unlinked and counts is None else None
-    if not raw.fresh.any():
-        return False
-    return True if raw.fresh.all() and (counts is None or bool((counts > 0).all())) else None
+    Each is computed again, in log space, from the one before it, which small entries hardly count for. `before` [*B, c]
+    is the message before the piece.
+    """
+    assert messages is not None
+    into = after_each(piece.transition, torch.cat([before[..., None, :], messages[..., :-1, :]], -2))
+    into = torch.where(piece.linked()[..., None], into, piece.p0[..., None, :])
+    return torch.where(piece.active()[..., None], shifted(into + shifted(piece.potentials())[0])[0], -torch.inf)

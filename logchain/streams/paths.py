@@ -2,7 +2,7 @@
 
 For each state of the last variable the best path that ends in it is a survivor. Once all survivors go through the same
 state of a variable, the states up to there are final, and only the later ones are held. Where a sequence ends or
-starts anew, the path to its best last state alone survives; states of an impossible sequence are -1.
+starts again, the path to its best last state alone survives; states of an impossible sequence are -1.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,10 @@ from .. import kernels
 from ..autograd.paths import log_weight
 from ..kernels.numbers import shifted
 from ..operands import chain_of
-from ..transitions import Transition
-from .piece import Piece
-from .structures import Matrices
+from ..transitions.dense import Dense
+from .piece import Piece, step_at
 
-# sums of messages and matrices [*B, c, columns], or log-potentials of chains to each state, in memory at a time
+# log-potentials of chains to each state, in memory at a time
 _TERMS = 2**20
 
 # the most states, and the fewest steps, for which one compiled Viterbi to each state is faster than torch step by step
@@ -26,30 +25,25 @@ _FEW, _LONG = 32, 16
 
 
 class Survivors(NamedTuple):
-    """The best path to each last state: `paths` int32 [*B, n, c], `message` [*B, c] their log-weights with maximum 0.
+    """The best path to each last state, its log-weight, and which variables are a sequence's first."""
 
-    `active` and `linked` [*B, n] are as in `Piece`.
-    """
-
-    message: Tensor
-    paths: Tensor
-    active: Tensor
-    linked: Tensor
+    message: Tensor  # [*B, c], the largest 0
+    paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
+    starts: Tensor  # [*B, n]
 
     @classmethod
     def none(cls, like: Tensor) -> "Survivors":
         """The survivors before the first variable, for a batch of messages [*B, c]."""
-        none = like.new_zeros(*like.shape[:-1], 0, dtype=torch.bool)
-        paths = like.new_zeros(*none.shape, like.shape[-1], dtype=torch.int32)
-        return cls(torch.full_like(like, -torch.inf), paths, none, none)
+        starts = like.new_zeros(*like.shape[:-1], 0, dtype=torch.bool)
+        paths = like.new_zeros(*starts.shape, like.shape[-1], dtype=torch.int32)
+        return cls(torch.full_like(like, -torch.inf), paths, starts)
 
 
 def extended(held: Survivors, piece: Piece) -> Survivors:
-    """The survivors after a piece."""
+    """The survivors after a piece in logarithms."""
     k, c = piece.x.shape[-2:]
-    dense = isinstance(piece.matrices, Tensor)
-    fast = dense and c <= _FEW and k >= _LONG and piece.x.numel() > 0 and kernels.in_c(piece.x)
-    if not fast or not piece.active.all() or not (piece.unlinked or piece.linked.all()):
+    fast = isinstance(piece.transition, Dense) and c <= _FEW and k >= _LONG and kernels.in_c(piece.x)
+    if not fast or piece.x.numel() == 0 or piece.counts is not None or piece.starting is None:
         return _joined(held, piece, *_stepwise(held.message, piece))
     size = max(2, _TERMS // max(1, c * piece.x[..., 0, :].numel()))
     for start in range(0, k, size):
@@ -60,25 +54,24 @@ def extended(held: Survivors, piece: Piece) -> Survivors:
 
 def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     """The message after a piece, the paths through it to each state, and the states before it that they come from."""
-    pointers, k = [], piece.x.shape[-2]
-    first = _best(message)[..., None].clamp(min=0).expand_as(message)
-    x = piece.potentials()[0]
-    for i in range(k):
-        active, linked = piece.active[..., i, None], piece.linked[..., i, None]
-        ahead, pointer = piece.start, first
-        if not (i == 0 and piece.unlinked):
-            ahead, pointer = _step(message, piece.matrix(i))
-            ahead, pointer = torch.where(linked, ahead, piece.start), torch.where(linked, pointer, first)
-        after = _possible(shifted(ahead + x[..., i, :])[0])
+    pointers, first = [], _best_for_each(message)  # only the best path survives the end of a sequence
+    active = piece.active()[..., None].unbind(-2)
+    columns = zip(shifted(piece.potentials())[0].unbind(-2), active, piece.linked()[..., None].unbind(-2), strict=True)
+    for i, (x, inside, linked) in enumerate(columns):
+        into, pointer = piece.p0, first
+        if i or not piece.starting:
+            values, before = step_at(piece.transition, i, piece.x.dim() - 2).best(message[..., None, :])
+            into = torch.where(linked, values.squeeze(-2), into)
+            pointer = torch.where(linked, before.squeeze(-2), first)
         pointers.append(pointer)
-        message = torch.where(active, after, message)
-    # only the best path survives the end of a sequence
-    last = _best(message)[..., None].clamp(min=0).expand_as(message)
+        message = torch.where(inside, _possible(shifted(into + x)[0]), message)
+    last = _best_for_each(message)
     state = torch.arange(message.shape[-1], device=message.device).expand_as(message)
-    paths = torch.empty(*piece.active.shape, message.shape[-1], dtype=torch.int32, device=message.device)
-    for i in reversed(range(k)):
-        paths[..., i, :] = state
-        state = torch.where(piece.active[..., i, None], pointers[i].gather(-1, state), last)
+    states = [state.new_empty(0)] * len(active)
+    for i in reversed(range(len(active))):
+        states[i] = torch.where(active[i], state, -1)
+        state = torch.where(active[i], pointers[i].gather(-1, state), last)
+    paths = torch.stack(states, -2).int() if states else piece.x.int()
     return message, paths, state
 
 
@@ -87,10 +80,9 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
 
     For each state there is a copy of the chain whose other last states are forbidden.
     """
-    x, matrices, p0, c = piece.x, piece.matrices, piece.start, piece.x.shape[-1]
-    assert isinstance(matrices, Tensor)
-    if not piece.unlinked:
-        x, p0 = torch.cat([message[..., None, :], x], -2), piece.start.new_zeros(c)
+    x, matrices, p0, c = piece.x, piece.bulk, piece.p0, piece.x.shape[-1]
+    if not piece.starting:
+        x, p0 = torch.cat([message[..., None, :], x], -2), p0.new_zeros(c)
     elif matrices.shape[-3] != 1:
         matrices = matrices[..., 1:, :, :]
     x = x.expand(c, *x.shape).clone()
@@ -99,11 +91,11 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     layout, chain = chain_of(x, matrices, p0, None, True)
     states, _ = kernels.path_kernels(x).paths(chain, x.shape[-2])
     states = layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, rows)
-    after = log_weight(x, matrices, p0, states, None, True).movedim(0, -1)
+    after = _possible(shifted(log_weight(x, matrices, p0, states, None, True).movedim(0, -1))[0])
     states = states.movedim(0, -1).clamp(min=0)  # (*B, rows, c)
-    if piece.unlinked:
-        return _possible(shifted(after)[0]), states.int(), _best(message)[..., None].clamp(min=0).expand_as(message)
-    return _possible(shifted(after)[0]), states[..., 1:, :].int(), states[..., 0, :]
+    if piece.starting:
+        return after, states.int(), _best_for_each(message)
+    return after, states[..., 1:, :].int(), states[..., 0, :]
 
 
 def _possible(message: Tensor) -> Tensor:
@@ -113,19 +105,14 @@ def _possible(message: Tensor) -> Tensor:
 
 def _joined(held: Survivors, piece: Piece, message: Tensor, paths: Tensor, before: Tensor) -> Survivors:
     """The survivors with the paths [*B, k, c] through a piece, which come from the states [*B, c] before it."""
+    starts = piece.active() & ~piece.linked()
     if not held.paths.shape[-2]:
-        return Survivors(message, paths, piece.active, piece.linked)
-    # a sequence that was impossible has states -1, also when it has started anew since
-    anew = (piece.active & ~piece.linked).any(-1)
-    lost = (anew & (_best(held.message) < 0))[..., None] & _own(held)
-    old = held.paths.masked_fill(lost[..., None], -1)
+        return Survivors(message, paths, starts)
+    # a sequence that was impossible has states -1, also when it has started again since
+    impossible = (starts.any(-1) & (_best(held.message) < 0))[..., None] & _newest(held)
+    old = held.paths.masked_fill(impossible[..., None], -1)
     old = old.gather(-1, before[..., None, :].expand_as(old))
-    return Survivors(
-        message,
-        torch.cat([old, paths], -2),
-        torch.cat([held.active, piece.active], -1),
-        torch.cat([held.linked, piece.linked], -1),
-    )
+    return Survivors(message, torch.cat([old, paths], -2), torch.cat([held.starts, starts], -1))
 
 
 def settled(held: Survivors) -> tuple[Tensor, Survivors]:
@@ -133,29 +120,22 @@ def settled(held: Survivors) -> tuple[Tensor, Survivors]:
     best = _best(held.message)[..., None, None].clamp(min=0)
     dead = (held.message == -torch.inf)[..., None, :]
     same = (held.paths == held.paths.gather(-1, best.expand(*held.paths.shape[:-1], 1))) | dead
-    same = same.all(-1) | ~held.active
     # paths that meet are the same before
-    return _split(held, int(same.flatten(0, -2).all(0).sum()) if same.dim() > 1 else int(same.sum()))
+    return first_states(held, int(same.all(-1).flatten(0, -2).all(0).sum() if same.dim() > 2 else same.all(-1).sum()))
 
 
-def ended(held: Survivors) -> tuple[Tensor, Survivors]:
-    """All states of the best paths if no variable follows, and survivors without any."""
-    return _split(held, held.paths.shape[-2])
-
-
-def _split(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
+def first_states(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
     """The first m states of the best paths [*B, m], and the survivors without them, copied to free their memory."""
     best = _best(held.message)
     paths = held.paths[..., :m, :]
     states = paths.gather(-1, best[..., None, None].clamp(min=0).expand(*paths.shape[:-1], 1))[..., 0].long()
-    states.masked_fill_((best < 0)[..., None] & _own(held)[..., :m], -1).masked_fill_(~held.active[..., :m], -1)
-    active, linked = (part[..., m:].clone() for part in (held.active, held.linked))
-    return states, Survivors(held.message, held.paths[..., m:, :].clone(), active, linked)
+    states.masked_fill_((best < 0)[..., None] & _newest(held)[..., :m], -1)
+    return states, Survivors(held.message, held.paths[..., m:, :].clone(), held.starts[..., m:].clone())
 
 
-def _own(held: Survivors) -> Tensor:
+def _newest(held: Survivors) -> Tensor:
     """Which variables [*B, n] belong to the sequence that has started last, not to one before a reset."""
-    starts = (held.active & ~held.linked).long()
+    starts = held.starts.long()
     return starts.flip(-1).cumsum(-1).flip(-1) - starts == 0
 
 
@@ -165,12 +145,6 @@ def _best(message: Tensor) -> Tensor:
     return state.masked_fill(top == -torch.inf, -1)
 
 
-def _step(message: Tensor, matrix: Matrices) -> tuple[Tensor, Tensor]:
-    """The largest `message(k) + matrix(k, j)` for each j [*B, c], and the lowest k with it; some columns at a time."""
-    c = message.shape[-1]
-    if isinstance(matrix, Transition):
-        values, before = matrix.best(message[..., None, :])
-        return values[..., 0, :], before[..., 0, :]
-    columns = max(1, min(c, _TERMS // max(1, message.numel())))
-    parts = [(message[..., None] + matrix[..., j : j + columns]).max(-2) for j in range(0, c, columns)]
-    return torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1)
+def _best_for_each(message: Tensor) -> Tensor:
+    """The best state for each state [*B, c]; 0 for an impossible sequence."""
+    return _best(message)[..., None].clamp(min=0).expand_as(message)

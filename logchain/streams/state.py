@@ -1,29 +1,32 @@
 """The state of a stream between two pieces."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..transitions import Transition
+from .. import kernels
+from ..arguments import has_values
+from ..autograd.scan import Message
+from ..transitions.dense import Dense
 from .lag import Window
 from .paths import Survivors
-from .piece import Carried
+from .piece import Piece, before_all, mapped, selected
 
 # the fields that are named tuples
-_PARTS = {"carried": Carried, "window": Window, "survivors": Survivors}
+_PARTS = {"message": Message, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """`carried`: the forward message and log-partition. `fresh` [*B]: no variable yet. `over` [*B]: ended.
+    """What the next piece depends on; `window` and `survivors` are None before they are needed.
 
-    `unlinked`: whether all are known to be fresh, and `running`: whether none is known to be fresh or over, both
-    without looking at values. `double`: whether an operand was float64. `window`: variables that wait for the lag.
-    `survivors`: the best paths. The last two are None before they are needed.
+    `message` [*B, c] has sum 1; it is -inf before the first variable, and if impossible. `fresh` [*B]: no variable yet.
+    `over` [*B]: ended. Without looking at values, `unlinked`: all are known to be fresh, `running`: all to go on.
+    `double`: an operand was float64.
     """
 
-    carried: Carried
+    message: Message
     fresh: Tensor
     over: Tensor
     unlinked: bool
@@ -36,45 +39,66 @@ class State(NamedTuple):
     def before(cls, x: Tensor) -> "State":
         """The state before the first variable of a batch like x."""
         no = x.new_zeros(x.shape[:-2], dtype=torch.bool)
-        return cls(Carried.before(x), ~no, no, True, False, False, None, None)
+        return cls(before_all(x), ~no, no, True, False, False, None, None)
 
-    def anew(self, mask: Tensor) -> "State":
-        """The state with the sequences in a mask [*B] before their first variable again."""
-        message, total, lost = self.carried
-        carried = (
-            message.masked_fill(mask[..., None], -torch.inf),
-            total.masked_fill(mask, 0),
-            lost.masked_fill(mask, 0),
+    @property
+    def _readable(self) -> bool:
+        # on a GPU one would wait for values
+        return has_values(self.fresh) and not kernels.on_gpu(self.fresh)
+
+    def counts(self, ends: Tensor | None, k: int) -> Tensor | None:
+        """The number of variables of each sequence [*B] in a piece of k; None if all are known to have k."""
+        if ends is None and (self.running or (self._readable and not self.over.any())):
+            return None
+        counts = torch.where(self.over, 0, k if ends is None else ends.clamp(0, k))
+        return None if self._readable and (counts == k).all() else counts
+
+    def starting(self, counts: Tensor | None) -> bool | None:
+        """Whether all sequences start with a piece, or none does; None if some do, or if that is unknown."""
+        if self.running or (self._readable and not self.fresh.any()):
+            return False
+        if not self._readable:
+            return True if self.unlinked and counts is None else None
+        return True if self.fresh.all() and (counts is None or bool((counts > 0).all())) else None
+
+    def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
+        """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""
+        k, counts, over = piece.x.shape[-2], piece.counts, self.over
+        if ends is not None:
+            unknown = ((ends < 0) | (ends > k))[..., None]  # on a GPU lengths have not been checked
+            message, over = message._replace(scale=message.scale.masked_fill(unknown, torch.nan)), over | (ends < k)
+        return self._replace(
+            message=message,
+            fresh=self.fresh & (k == 0 if counts is None else counts == 0),
+            over=over,
+            unlinked=self.unlinked and k == 0,
+            running=counts is None and (k > 0 or self.running),
         )
-        return self._replace(carried=Carried(*carried), fresh=self.fresh | mask, over=self.over & ~mask, running=False)
+
+    def restarted(self, mask: Tensor) -> "State":
+        """The state with the sequences in a mask [*B] before their first variable again."""
+        message = selected(mask, before_all(self.message.values[..., None, :]), self.message)
+        return self._replace(message=message, fresh=self.fresh | mask, over=self.over & ~mask, running=False)
 
     def detached(self) -> "State":
         """The state without gradients to earlier pieces."""
-        leaves = [*self.carried[:2], *(() if self.window is None else (self.window.messages,))]
-        detached: State = _mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
+        leaves = [self.message.values, *(() if self.window is None else (self.window.messages,))]
+        detached: State = mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
         return detached
 
     def plain(self) -> dict[str, Any]:
         """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
-        fields: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
-        return fields | {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
+        fields: dict[str, Any] = mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
+        fields |= {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
+        if self.window is not None and isinstance(self.window.transition, Dense):
+            (fields["window"]["transition"],) = fields["window"]["transition"].parameters
+        return fields
 
     @classmethod
     def of_plain(cls, fields: dict[str, Any]) -> "State":
         """The state that `plain` has made dictionaries of."""
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
-        state: State = _mapped(_contiguous_copy, cls(**fields | parts))
-        return state
-
-
-def _contiguous_copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with all tensors in it changed, also those in tuples, and the parameters of structures."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Transition):
-        return value.map(change)
-    return type(value)(*(_mapped(change, part) for part in value)) if isinstance(value, tuple) else value
+        if "window" in parts and isinstance(parts["window"].transition, Tensor):
+            parts["window"] = parts["window"]._replace(transition=Dense(parts["window"].transition))
+        copied: State = mapped(partial(torch.clone, memory_format=torch.contiguous_format), cls(**fields | parts))
+        return copied

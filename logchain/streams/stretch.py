@@ -1,4 +1,4 @@
-"""A piece of a stream, walked by one call of the C loops whose arguments are cached for pieces of the same layout."""
+"""A piece of a stream, computed by one call of the C loops whose arguments are cached for pieces of the same layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..autograd.scan import Message
 from ..kernels.chain import Chain, is_view
 from ..kernels.message import Kept
 from ..layout import Layout
 from ..operands import arithmetic_dtype
 from ..rescues import report_chains
-from .piece import Carried, RawPiece
+from .piece import Piece, selected
 
 
 class Calls:
@@ -32,38 +33,29 @@ class Calls:
         """Keep a stretch for pieces of the layout of this one, which goes on by the stream's own matrix."""
         key = _layout(x, bulk)
         if self._repeated[0] != key:
-            self._repeated = key, stretch.repeated(bulk)
+            self._repeated = key, stretch.repeated(x, bulk)
 
     def repeated(self, x: Tensor, bulk: Tensor) -> Any:
-        """The `Repeated` that `repeat` has kept for pieces of this layout; None without one."""
+        """The `Repeated` that `repeat` has stored for pieces of this layout; None without one."""
         key, repeated = self._repeated
         return repeated if repeated is not None and key == _layout(x, bulk) and x.numel() and not x.is_neg() else None
 
 
 def _layout(x: Tensor, bulk: Tensor) -> tuple[Any, ...]:
-    """What pieces for one `Repeated` have in common: for one sequence all but the number of variables.
-
-    The matrix may have been given other memory since.
-    """
+    """What pieces for one `Repeated` have in common: of one sequence all but the number of variables."""
     sizes = x.shape if x.dim() > 2 else x.shape[-1]
     return sizes, x.stride(), x.dtype, x.device, bulk.data_ptr(), bulk.stride(), bulk.dtype
 
 
-def takes(raw: RawPiece) -> bool:
-    """Whether the C loops can walk a piece where it lies: batch axes with matrices of their own come first."""
-    own = Layout.of(raw.x, raw.bulk).own
-    return kernels.in_c(raw.x) and own == tuple(range(len(own)))
-
-
 def walk(
-    raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None, calls: Calls
-) -> Carried:
-    """The state that is carried on from a piece; posteriors and messages are written if there is memory for them.
+    piece: Piece, entering: Message, head: bool, posteriors: Tensor | None, messages: Tensor | None, calls: Calls
+) -> Message:
+    """The message that leaves a piece; posteriors and messages are written if there is memory for them.
 
-    `head`: whether the carried message enters the piece, which otherwise starts at p0.
+    `head`: whether the message enters the piece, which otherwise starts at p0.
     """
-    dtype = arithmetic_dtype(raw.x, raw.bulk, raw.p0)
-    x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (raw.x, raw.bulk, raw.p0))
+    dtype = arithmetic_dtype(piece.x, piece.bulk, piece.p0)
+    x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (piece.x, piece.bulk, piece.p0))
     x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
     if not head:
         bulk = bulk if bulk.shape[-3] == 1 else bulk[..., 1:, :, :]
@@ -73,37 +65,26 @@ def walk(
     layout = Layout.of(x, bulk)
 
     def make() -> Any:
-        chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, raw.log_params, dtype)
+        chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, piece.log_params, dtype)
         return kernels.stretches().Stretch(chain, head=head)
 
     stretch = calls.stretch((x.shape, x.stride(), bulk.shape, bulk.stride(), p0.stride(), dtype, head), make)
-    ends = None if raw.counts is None else layout.sequences(raw.counts + head).contiguous()
+    ends = None if piece.counts is None else layout.sequences(piece.counts + head).contiguous()
     linear = None if messages is None else x.new_empty(x.shape[-2] + head, *layout.grid, x.shape[-1])
     shares = posteriors
     if posteriors is not None and posteriors.dtype != dtype:
         shares = torch.empty_like(posteriors, dtype=dtype)
-    before = Carried(*(tensor.contiguous() for tensor in carried))
-    outputs, redone, count = stretch.forward((x, bulk, p0), before, ends, linear, shares)
-    after = Carried(*outputs)
-    if x is raw.x and bulk is raw.bulk and raw.own and head:
+    before = tuple(tensor.contiguous() for tensor in entering)
+    after, redone, count = stretch.forward((x, bulk, p0), before, ends, linear, shares)
+    leaving = Message(*after)
+    if x is piece.x and bulk is piece.bulk and piece.name == "bulk" and head:
         calls.repeat(x, bulk, stretch)
     if count:
         report_chains(redone)
-    if posteriors is not None and shares is not None:
-        if shares is not posteriors:
-            posteriors.copy_(shares)
-        _write_last(posteriors, raw.counts, after.message.exp())
+    if posteriors is not None and shares is not None and shares is not posteriors:
+        posteriors.copy_(shares)
     if messages is not None and linear is not None:
-        logs = Kept(after.total, linear, redone).logs(slice(int(head), None))
+        logs = Kept(leaving.scale, linear, redone).logs(slice(int(head), None))
         view = layout.steps_first(messages)
         view.copy_(logs.view(view.shape))
-    return after if raw.counts is None or not head else after.where(raw.counts > 0, carried)
-
-
-def _write_last(posteriors: Tensor, counts: Tensor | None, last: Tensor) -> None:
-    """Write `last` [*B, c] as the posterior of each sequence's last variable, after `counts` [*B] of them or all."""
-    if counts is None:
-        posteriors[..., -1, :] = last
-        return
-    at = (counts - 1).clamp(min=0)[..., None, None].expand(*last.shape[:-1], 1, last.shape[-1])
-    posteriors.scatter_(-2, at, last[..., None, :].to(posteriors.dtype))
+    return leaving if piece.counts is None or not head else selected(piece.counts > 0, leaving, entering)
