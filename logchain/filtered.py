@@ -8,12 +8,11 @@ from torch import Tensor
 from . import kernels
 from .arguments import Lengths, check_lengths
 from .chain import Chain
+from .operands import differentiated, is_plain
 from .stream import Stream, StreamUpdate
-from .streams.piece import steps_between
-from .structured.messages import filtered as filtered_by_kernels
-from .structured.operands import Operands
+from .structured.messages import filtered as filtered_messages
+from .structured.operands import Operands, checked_lengths
 from .transitions import Transition
-from .transitions.dense import Dense
 
 
 class Filtered(NamedTuple):
@@ -51,14 +50,12 @@ def filtered(
     Returns:
         `Filtered(states [*B, v, c], log_norm [*B])` in float64 if an operand is, otherwise in float32. States sum to 1
         at each variable; they are exactly 0 behind a sequence's end, and from where a sequence is impossible on. Both
-        can be differentiated twice, at the cost that `logchain.Stream` says.
+        can be differentiated twice, by a few of torch's operators for each step in float64.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
-        NotImplementedError: inside `torch.vmap`, and for forward derivatives.
-
-    Inside `torch.compile` there are graph breaks.
+        NotImplementedError: for forward derivatives.
 
     Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
 
@@ -78,27 +75,27 @@ def filtered(
 
 
 def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
-    x, transition, p0, lengths, log_params = operands
-    bulk = transition if operands.dense is None else operands.dense.bulk
-    return filtered_by_kernels(operands) or _filtered(x, bulk, p0, lengths, log_params)
+    if operands.dense is not None and is_plain(operands.tensors) and not differentiated(*operands.tensors):
+        return _by_stream(*operands.dense)
+    lengths = operands.lengths
+    if lengths is not None:
+        operands = operands._replace(lengths=checked_lengths(lengths, operands.x.shape[-2]))
+    return filtered_messages(operands)
 
 
-def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:
-    """The results for operands that have been checked; ends int64 [*B]."""
+def _by_stream(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:
+    """The results of a chain as pieces of a stream, without gradients; ends int64 [*B]."""
     if ends is not None:
         if not kernels.on_gpu(ends):
             check_lengths(ends, x.shape[-2])
         # in a stream 0 is a length too; one that is negative makes its sequence NaN
         ends = ends.masked_fill(ends < 1, -1)
-    transition, c = bulk if isinstance(bulk, Transition) else Dense(bulk), x.shape[-1]
-    steps = transition.lead[-1]
-    # matrices come with the pieces, so that those which no sequence uses are in no gradient
-    stream = Stream(None, p0, log_params=log_params, detach=False)
+    steps, c, stream = bulk.shape[-3], x.shape[-1], Stream(None, p0, log_params=log_params)
     if steps == 1:
         return _results(stream.update(x, bulk, lengths=ends))
     # a matrix that leads into the first variable has no influence
-    into = torch.zeros(1, c, c, dtype=transition.dtype, device=transition.device)
-    first = _results(stream.update(x[..., :1, :], steps_between(transition, 0, 1) if steps else into))
+    into = bulk[..., :1, :, :] if steps else bulk.new_zeros(1, c, c)
+    first = _results(stream.update(x[..., :1, :], into))
     if not steps:
         return first
     rest = _results(stream.update(x[..., 1:, :], bulk, lengths=None if ends is None else ends - 1))

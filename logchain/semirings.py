@@ -5,13 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import Lengths, check_lengths
-from .autograd.operator import checked_values
+from .arguments import Lengths
 from .autograd.scan import total as sum_of_paths
 from .chain import Chain
-from .operands import on_gpu
 from .product import product
-from .structured.operands import Operands, multiplied_out
+from .structured.operands import Operands, checked_lengths, multiplied_out
 from .transitions import Transition
 from .transitions.semiring import LINEAR, LOG, MAX, Semiring
 from .viterbi import viterbi
@@ -75,13 +73,5 @@ def _of_batch(operands: Operands, semiring: Semiring) -> Tensor:
     if operands.transition.sums:
         operands = multiplied_out(operands)
     if operands.lengths is not None:
-        operands = operands._replace(lengths=_checked_lengths(operands.lengths, operands.x.shape[-2]))
+        operands = operands._replace(lengths=checked_lengths(operands.lengths, operands.x.shape[-2]))
     return sum_of_paths(operands.steps(), semiring)
-
-
-def _check_lengths(lengths: Tensor, v: int) -> None:
-    if not on_gpu(lengths):
-        check_lengths(lengths, v)
-
-
-_checked_lengths = checked_values("checked_lengths", _check_lengths)

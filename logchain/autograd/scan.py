@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..internals import autograd_in_operators
-from ..kernels.numbers import log_weights, shifted, two_sum
+from ..kernels.numbers import log_weights, probabilities, shifted, two_sum
 from ..kernels.sets import Sets
 from ..transitions.semiring import LOG, Semiring
 from ..transitions.transition import Transition
@@ -182,20 +182,43 @@ def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor,
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B]."""
     forward = [message.logs for message in forward_messages(steps)]
     log_norm = steps.sets.batched(LOG.sum(forward[-1], -1))
-    first, last = steps.by_step(forward), steps.by_step(backward_messages(steps))
-    if lengths is not None:
-        inside = torch.arange(steps.v, device=steps.device)[:, None] < lengths[..., None, None]
-        first, last = (torch.where(inside, each, -math.inf) for each in (first, last))
-        invalid = (lengths < 1) | (lengths > steps.v)  # on a GPU, lengths are not checked before
-        log_norm = log_norm.masked_fill(invalid, math.nan)
-        first, last = (each.masked_fill(invalid[..., None, None], math.nan) for each in (first, last))
-    return first, last, log_norm
+    backward = backward_messages(steps)
+    first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
+    return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
+
+
+def filtered_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Forward messages [*B, v, c] with sum 1, or 0 if impossible or after an end, and the log-partition [*B]."""
+    messages = list(forward_messages(steps))
+    states = _until_ends(steps, lengths, [probabilities(message.values) for message in messages], 0.0)
+    log_norm = _sum(steps, messages[-1], LOG)
+    return states, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
+
+
+def _until_ends(steps: Steps, lengths: Tensor | None, values: Sequence[Tensor], nothing: float) -> Tensor:
+    """Values (g, m, c) of each step as [*B, v, c], `nothing` after a sequence's end."""
+    by_step = steps.by_step(values)
+    if lengths is None:
+        return by_step
+    inside = torch.arange(steps.v, device=steps.device)[:, None] < lengths[..., None, None]
+    invalid = _invalid(steps, lengths)[..., None, None]
+    return torch.where(inside, by_step, nothing).masked_fill(invalid, math.nan)
+
+
+def _invalid(steps: Steps, lengths: Tensor) -> Tensor:
+    """Which lengths [*B] are out of range: on a GPU, they are not checked before."""
+    return (lengths < 1) | (lengths > steps.v)
 
 
 def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
     """The sum over all paths [*B]."""
     for message in messages(steps, lambda transition, values: transition.apply(values, semiring)):
         last = message  # one at a time in memory, unless autograd keeps them
+    return _sum(steps, last, semiring)
+
+
+def _sum(steps: Steps, last: Message, semiring: Semiring) -> Tensor:
+    """The sum of a message [*B], on which all parameters have a gradient."""
     value = semiring.sum(last.values, -1) + last.error[..., 0] + last.scale[..., 0]
     return steps.sets.batched(value) + (steps.unused() if value.requires_grad else 0.0)
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..autograd.messages import messages as dense_messages
-from ..autograd.scan import both_messages
+from ..autograd.scan import both_messages, filtered_messages
 from ..operands import differentiated
 from .operands import Operands
 
@@ -24,12 +24,10 @@ def messages(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     return first, second, value
 
 
-def filtered(operands: Operands) -> tuple[Tensor, Tensor] | None:
-    """Forward messages [*B, v, c] with sum 1, or 0 if impossible, and the log-partition [*B], where C computes them."""
-    if operands.dense is not None or differentiated(*operands.tensors):
-        return None
-    found = operands.in_c("filtered")
+def filtered(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Forward messages [*B, v, c] with sum 1, or 0 if impossible or after an end, and the log-partition [*B]."""
+    found = None if differentiated(*operands.tensors) else operands.in_c("filtered")
     if found is None:
-        return None
+        found = filtered_messages(operands.steps(), operands.lengths)
     states, log_norm = (each.to(operands.dtype) for each in found)
     return states, log_norm

@@ -15,6 +15,7 @@ from ..arguments import (
     check_tensor,
     has_values,
 )
+from ..autograd.operator import checked_values
 from ..autograd.scan import Steps
 from ..internals import is_exported, is_transformed
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
@@ -170,3 +171,11 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
             f"{argument}: expected a structure whose entries are products, got {name}: its entries are sums, through "
             f"which there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
         )
+
+
+def _check_lengths(lengths: Tensor, v: int) -> None:
+    if not on_gpu(lengths):
+        check_lengths(lengths, v)
+
+
+checked_lengths = checked_values("checked_lengths", _check_lengths)

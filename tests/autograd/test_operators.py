@@ -20,7 +20,7 @@ def as_tuple(name):
 
 
 # subjects that are one operator of torch, or a few
-QUERIES = {name: as_tuple(name) for name in OTHERS if name not in ("stream", "filtered", "total")}
+QUERIES = {name: as_tuple(name) for name in OTHERS if name not in ("stream", "total")}
 COMPILED = QUERIES | {name: as_tuple(name) for name in STRATEGIES if name != "sequential"}
 
 
