@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .arguments import Lengths
 from .chain import Chain
-from .structured.entropy import entropy as entropy_of
+from .queries.entropy import entropy as entropy_of
 from .transitions import Transition
 
 

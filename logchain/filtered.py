@@ -9,9 +9,9 @@ from . import kernels
 from .arguments import Lengths, check_lengths
 from .chain import Chain
 from .operands import differentiated, is_plain
+from .queries.messages import filtered as filtered_messages
+from .queries.operands import Operands, checked_lengths
 from .stream import Stream, StreamUpdate
-from .structured.messages import filtered as filtered_messages
-from .structured.operands import Operands, checked_lengths
 from .transitions import Transition
 
 

@@ -8,9 +8,9 @@ from .arguments import Lengths
 from .autograd.chain_operators import short_of
 from .chain import Chain
 from .operands import differentiated, with_steps
+from .queries.messages import messages
 from .schedules import choose
 from .schedules.packed import PackedChain
-from .structured.messages import messages
 from .transitions import Transition
 
 

@@ -9,8 +9,8 @@ from .autograd.chain import packed_log_norm
 from .autograd.operator import checked_values
 from .autograd.paths import log_weight, packed_log_weight
 from .chain import Chain
-from .structured.operands import Operands
-from .structured.product import log_norm
+from .queries.operands import Operands
+from .queries.product import log_norm
 from .transitions import Transition
 
 

@@ -9,11 +9,11 @@ from .arguments import Lengths, check_choice
 from .autograd.chain_operators import short_of
 from .chain import Chain
 from .operands import differentiated, with_steps
+from .queries.operands import Operands
+from .queries.product import posteriors
 from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import PackedChain
-from .structured.operands import Operands
-from .structured.product import posteriors
 from .transitions import Transition
 
 

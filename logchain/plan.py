@@ -9,9 +9,9 @@ from torch import Tensor
 from .arguments import Lengths, check_float_dtype, check_question
 from .kernels import on_gpu
 from .operands import differentiated, with_steps
+from .queries.operands import check_operands
+from .queries.product import check_options as check_structured_options
 from .schedules import budget, choose
-from .structured.operands import check_operands
-from .structured.product import check_options as check_structured_options
 from .transitions import Transition
 
 

@@ -11,11 +11,11 @@ from .autograd.tree import log_norm_by_tree
 from .chain import Chain
 from .operands import differentiated, with_steps
 from .progress import check_progress
+from .queries.operands import Operands
+from .queries.product import check_options as check_structured_options
+from .queries.product import log_norm as log_norm_of_structures
 from .schedules import budget, choose
 from .schedules.choose import Strategy
-from .structured.operands import Operands
-from .structured.product import check_options as check_structured_options
-from .structured.product import log_norm as log_norm_of_structures
 from .transitions import Transition
 
 

@@ -12,9 +12,9 @@ from .autograd.operator import with_batch_first
 from .chain import Chain
 from .kernels.chain import Chain as Batch
 from .operands import chain_of
+from .queries.paths import drawn_paths
 from .rescues import report_chains
 from .schedules.packed import PackedChain
-from .structured.paths import drawn_paths
 from .transitions import Transition
 
 

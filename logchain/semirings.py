@@ -9,7 +9,7 @@ from .arguments import Lengths
 from .autograd.scan import total as sum_of_paths
 from .chain import Chain
 from .product import product
-from .structured.operands import Operands, checked_lengths, multiplied_out
+from .queries.operands import Operands, checked_lengths, multiplied_out
 from .transitions import Transition
 from .transitions.semiring import LINEAR, LOG, MAX, Semiring
 from .viterbi import viterbi

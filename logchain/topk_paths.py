@@ -9,7 +9,7 @@ from torch import Tensor
 from .arguments import Lengths
 from .autograd.viterbi import packed_paths
 from .chain import Chain
-from .structured.topk import ranked_paths
+from .queries.topk import ranked_paths
 from .transitions import Transition
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from .arguments import Lengths
 from .autograd.viterbi import packed_paths
 from .chain import Chain
-from .structured.paths import best_path
+from .queries.paths import best_path
 from .transitions import Transition
 
 

@@ -143,7 +143,7 @@ def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
 
 
 def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
-    """Paths int64 [*S, *B, v] drawn by numbers in [0, 1) like these; see `structured.paths`.
+    """Paths int64 [*S, *B, v] drawn by numbers in [0, 1) like these; see `queries.paths`.
 
     None: there are exponents beyond 2^53 that matter.
     """
@@ -162,7 +162,7 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
 
 
 def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
-    """The best paths int64 [*B, v], see `structured.paths`, and whether sequences hold NaN or +inf."""
+    """The best paths int64 [*B, v], see `queries.paths`, and whether sequences hold NaN or +inf."""
     call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
     call.point(paths=states, log_norm=log_norm)

@@ -18,7 +18,7 @@ from ..arguments import (
 )
 from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.weights import check_weights
-from ..structured.operands import check_products
+from ..queries.operands import check_products
 from ..transitions import Transition
 from ..transitions.dense import Dense
 from .piece import Piece

@@ -10,8 +10,8 @@ from torch import Tensor
 from logchain import reference
 from logchain.kernels import use
 from logchain.kernels.structured import Arcs, Factors, Gradients, Stage, Structured, Walk
-from logchain.structured import product
-from logchain.structured.operands import Operands
+from logchain.queries import product
+from logchain.queries.operands import Operands
 from logchain.transitions import Banded, Sparse
 from logchain.transitions.products import Product
 from logchain.transitions.sparse import _Graph

@@ -1,9 +1,10 @@
-"""The k best paths through a chain of structures, one after the other, by deviations from those already found.
+"""The k best paths of a batch of chains.
 
-With the messages m of best paths, the best path that ends with given states z_i, z_{i+1}, ... and has z_{i-1} = k has
-the weight m_{i-1}(k) + log P_i(k, z_i) + the weight of what is given. The paths that are not found yet and share the
-states of a found one from some step i on, but not the one before, are a set for each i: the best of each set is a
-candidate, and the best candidate is the next path. A set loses the states before step i that have been taken.
+Of structures they are found one after the other, by deviations from those already found. With the messages m of best
+paths, the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) +
+log P_i(k, z_i) + the weight of these states. The paths that are not found yet and share the states of a found one from
+some step i on, but not the one before, are a set for each i: the best of each set is a candidate, and the best
+candidate is the next path. A set loses the states before step i that have been taken.
 
 Source: E. L. Lawler, "A procedure for computing the K best solutions to discrete optimization problems", Management
 Science 18 (1972), for the partition into sets.

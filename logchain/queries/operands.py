@@ -1,4 +1,4 @@
-"""The operands of a chain whose transitions are a structure: checks of them, and one step at a time in logarithms."""
+"""The operands of a batch of chains, whatever their transition, and checks of those of structures."""
 
 from typing import Any, NamedTuple
 

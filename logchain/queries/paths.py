@@ -1,6 +1,6 @@
-"""Paths through a chain of structures: the best ones, drawn ones, and the weights of given ones.
+"""The best paths of a batch of chains, and drawn ones.
 
-Best paths are traced back through the messages m of a forward pass in the arithmetic of maxima:
+Best paths of structures are traced back through the messages m of a forward pass in the semiring of maxima:
 
     m_0 = log p0 + x_0              m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
     z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)

@@ -1,7 +1,7 @@
-"""The log-partition of a chain of structures, differentiable twice.
+"""The log-partition of a batch of chains, differentiable twice.
 
-Products have kernels, and bands and arcs on a CPU; any other structure is scanned in log space. Second derivatives are
-those that torch's autograd takes through that scan.
+Dense matrices, products, and on a CPU bands and arcs have kernels; any other structure is scanned in log space. Second
+derivatives are those that torch's autograd takes through that scan.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The forward and backward messages of a chain of structures: in C, or by steps that autograd follows."""
+"""The forward and backward messages of a batch of chains, and filtered posteriors."""
 
 from torch import Tensor
 

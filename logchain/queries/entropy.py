@@ -1,4 +1,4 @@
-"""The entropy of the posterior over the state paths of a chain of structures."""
+"""The entropy of the posterior over the state paths of a batch of chains."""
 
 import math
 

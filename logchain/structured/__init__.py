@@ -1,1 +1,0 @@
-"""The functions of chains whose transition matrices are structures."""
