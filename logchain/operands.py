@@ -11,7 +11,7 @@ from .arguments import check_lengths
 from .internals import is_intercepted
 from .kernels import on_gpu as on_gpu
 from .kernels.chain import Chain
-from .layout import Layout
+from .kernels.layout import Layout
 
 _Bulk = TypeVar("_Bulk")
 
@@ -42,7 +42,7 @@ def chain_of(
     layout = Layout.of(x, bulk)
     ends, v = None, x.shape[-2]
     if lengths is not None:
-        ends = layout.sequences(lengths)[..., None]
+        ends = layout.grouped(lengths)[..., None]
         if not kernels.on_gpu(x):
             check_lengths(lengths, v)
             v = v if whole else int(lengths.max())

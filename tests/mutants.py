@@ -358,7 +358,7 @@ MUTANTS = [
            "tests/adapters/test_arcs.py -k minus_one"),
     # ranks
     Mutant("lengths do not shift by the variables before a rank", RANKS + "part.py",
-           "left = self.layout.sequences(whole) - start", "left = self.layout.sequences(whole)",
+           "left = self.layout.grouped(whole) - start", "left = self.layout.grouped(whole)",
            EQUAL + "'results_equal and lengths and product'"),
     Mutant("the gradient of one matrix is not summed over ranks", RANKS + "functions.py",
            "(False, part.one_matrix, True)", "(False, False, True)", EQUAL + "'results_equal and matrix and product'"),

@@ -30,7 +30,7 @@ class Steps(scaled.Steps, Pointing):
         x = chain.x.to(chain.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), slot=state.stride(0)), {}
-        self.arguments.sets = scan.sets.g
+        self.arguments.sets = scan.layout.grid[0]
         self.arguments.floor, self.arguments.spread = self.floor, self.spread
         self.arguments.scale, self.arguments.least = self.scale, self.least
         self.point(x=x, x_at=places(x, chain.batch)[scan.order].contiguous(), state=state, ends=scan.ends)

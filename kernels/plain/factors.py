@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import on_gpu
-from ..sets import Sets
+from ..layout import Layout
 from ..structured import Structured
 
 # as in c/scale.h: the largest message, the least emission, and how far below a sum its raised terms have to be, in bits
@@ -35,9 +35,9 @@ class PreparedFactors:
 
     _ready: tuple[list[Tensor], Tensor | None]
 
-    def __init__(self, chain: Structured, sets: Sets) -> None:
+    def __init__(self, chain: Structured, layout: Layout) -> None:
         self.chain, self.stages, dtype = chain, chain.pattern.stages, chain.dtype
-        self.values = [sets.parameter(parameter.resolve_neg()) for parameter in chain.parameters]
+        self.values = [layout.parameter(parameter.resolve_neg()) for parameter in chain.parameters]
         self.one_step = all(len(values) <= 1 for values in self.values)
         highs, lows = zip(*map(self._range, self.values), strict=True)
         self.scales = self._scales(list(highs))

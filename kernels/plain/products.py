@@ -51,7 +51,7 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, steps_
 
 def _backward(scan: Scan, state: Tensor, middles: list[Tensor], needs: Needs, steps: Steps) -> Gradients:
     """The gradients of live rows."""
-    chain, n, c, active, sets = scan.chain, scan.n, scan.chain.c, scan.active, scan.sets.g
+    chain, n, c, active, sets = scan.chain, scan.n, scan.chain.c, scan.active, scan.layout.grid[0]
     back_links, blocks = tuple(link.transposed for link in reversed(scan.links)), scan.links[0].blocks or 1
     together = min(_STEPS, _ROWS[blocks > 1] // max(1, n)) if scan.prepared.one_step and sets == 1 and needs[1] else 1
     missing = needs[1] and not middles
@@ -108,7 +108,7 @@ class _Counts:
 
     def add(self, first: int, entering: list[Tensor], leaving: list[Tensor]) -> None:
         """Add those of the steps from `first` on, of what enters and leaves each factor (steps, rows and states)."""
-        scan, sets, length = self.scan, self.scan.sets.g, len(leaving[-1])
+        scan, sets, length = self.scan, self.scan.layout.grid[0], len(leaving[-1])
         count, self.added = leaving[-1][0].numel() // scan.chain.c, self.added + 1
         shares = None if self.shares is None else self.shares[:count].repeat(length)
         stages = zip(scan.links, scan.chain.pattern.stages, entering, leaving, self.sums, strict=False)
@@ -144,7 +144,7 @@ class _Counts:
             if len(total) == 1:
                 self._flush(place, 1)
                 total[0] = self.scan.prepared.gradient(place, 1, total[0], self.factor)
-            gradients.append(self.scan.sets.as_parameter(total, parameter.shape).to(self.scan.chain.dtype))
+            gradients.append(self.scan.layout.as_parameter(total, parameter.shape).to(self.scan.chain.dtype))
         return tuple(gradients)
 
 

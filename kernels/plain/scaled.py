@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import in_large_pages
+from ..layout import Layout
 from ..numbers import exact_sum
-from ..sets import Sets
 from ..structured import Structured
 from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves
 from .links import Link, multiply
@@ -44,17 +44,17 @@ class Scan:
 
     def __init__(self, chain: Structured, chain_links: tuple[Link, ...]) -> None:
         self.chain, self.links, device = chain, chain_links, chain.x.device
-        self.sets = Sets.of(chain.batch, chain.parameters)
-        self.prepared, self.n = PreparedFactors(chain, self.sets), self.sets.g * self.sets.m
-        order = self.sets.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
+        self.layout = Layout.of_parameters(chain.batch, chain.parameters)
+        self.prepared, self.n = PreparedFactors(chain, self.layout), math.prod(self.layout.grid)
+        order = self.layout.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
         ends = torch.full_like(order, chain.v) if chain.ends is None else chain.ends.reshape(-1)[order]
-        if self.sets.g == 1:
+        if self.layout.grid[0] == 1:
             ends, index = ends.sort(descending=True, stable=True)
             order = order[index]
         self.order, self.ends = order, ends.contiguous()
         having = (self.n - torch.bincount(ends, minlength=chain.v + 1).cumsum(0)).tolist()
         self.stops = set(ends.tolist())
-        self.active = [count if self.sets.g == 1 else self.n for count in having if count]
+        self.active = [count if self.layout.grid[0] == 1 else self.n for count in having if count]
         self.tops, self.factors = self.new(chain.v, self.n).zero_(), self.new(chain.v, self.n).fill_(1.0)
         self.flagged = torch.zeros(self.n, dtype=torch.bool, device=device)
         self.inverse = torch.zeros(self.n, dtype=torch.float64, device=device)
@@ -84,7 +84,7 @@ class Scan:
     def leaving(self, sums: Tensor, count: int, blocks: int) -> Tensor:
         """The rows (count, c) that leave a product, from the memory that it was written to."""
         c = self.chain.c
-        grid = sums.view(-1)[: count * c].view(self.sets.g, blocks, count // self.sets.g, c // blocks)
+        grid = sums.view(-1)[: count * c].view(self.layout.grid[0], blocks, count // self.layout.grid[0], c // blocks)
         return grid.transpose(1, 2).reshape(count, c)
 
     def add_diagonal(self, sums: Tensor, rows: Tensor, diagonal: Tensor | None) -> None:
@@ -184,7 +184,7 @@ def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, 
         else:
             before, (matrices, diagonal) = state[(step - 1) % len(state), :count], prepared.at(step)
             between = [tensor[step - 1 if keep_middles else 0] for tensor in middles]
-            multiply(scan.links, before, matrices, between, sums, scan.sets.g)
+            multiply(scan.links, before, matrices, between, sums, scan.layout.grid[0])
             scan.add_diagonal(sums, before, diagonal)
             steps.forward(step, count, sums, scan.links[-1].blocks or 1, prepared.limit)
         if step + 1 in scan.stops:
@@ -197,8 +197,8 @@ def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, 
 
 def _log_norm(scan: Scan, start: Tensor, total: Tensor) -> Tensor:
     """The log-partitions (n) of sums of the last messages."""
-    sets, log, steps = scan.sets, scan.chain.log_params, max(1, len(scan.active))
-    shifts = scan.prepared.shifts(steps - 1, sets.g)[..., None].expand(-1, -1, sets.m).flatten(1)
+    (sets, members), log, steps = scan.layout.grid, scan.chain.log_params, max(1, len(scan.active))
+    shifts = scan.prepared.shifts(steps - 1, sets)[..., None].expand(-1, -1, members).flatten(1)
     shifts = shifts.masked_fill(scan.ends <= torch.arange(1, steps, device=start.device)[:, None], 0.0)
     shifts = torch.cat([shifts, start[None]])
     rest, exponents = torch.frexp(total)

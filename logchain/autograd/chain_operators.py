@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_chain
+from ..kernels.layout import Layout
 from ..kernels.message import Kept
-from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
 from ..rescues import report_chains
 from ..schedules import segments as by_segments
@@ -156,8 +156,8 @@ def _gradients(
         into_bulk = layout.matrices(wide)
         into_bulk[chain.v - 1 :] = 0.0
         into_bulk = into_bulk[: chain.v - 1]
-    saved = saved._replace(log_norm=layout.sequences(saved.log_norm))
-    weight = layout.sequences(grad)
+    saved = saved._replace(log_norm=layout.grouped(saved.log_norm))
+    weight = layout.grouped(grad)
     if in_segments:
         start = by_segments.backward(chain, segments, saved, weight, into_x, into_bulk)
     else:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..internals import autograd_in_operators
+from ..kernels.layout import Layout
 from ..kernels.numbers import log_weights, probabilities, shifted, two_sum
-from ..kernels.sets import Sets
 from ..transitions.semiring import LOG, Semiring
 from ..transitions.transition import Transition
 
@@ -49,7 +49,7 @@ class Steps:
         fresh: bool [*B], sequences that start with p0 although a message enters; None: no sequence does.
 
     Attributes:
-        sets: the order of sequences.
+        layout: the order of sequences.
         shape: that of a message, (g, m, c).
         v: the number of steps.
         device: that of all tensors.
@@ -74,15 +74,15 @@ class Steps:
             parameter[(None,) * (len(self.batch) + 1 + own - parameter.dim())]
             for parameter, own in zip(transition.parameters, transition.own_axes, strict=True)
         ]
-        self.sets = Sets.of(self.batch, self.parameters)
-        self.shape = self.sets.g, self.sets.m, x.shape[-1]
-        self.ends = None if lengths is None else self.sets.grouped(lengths)[..., None]
-        self.fresh = None if fresh is None else self.sets.grouped(fresh)[..., None]
+        self.layout = Layout.of_parameters(self.batch, self.parameters)
+        self.shape = *self.layout.grid, x.shape[-1]
+        self.ends = None if lengths is None else self.layout.grouped(lengths)[..., None]
+        self.fresh = None if fresh is None else self.layout.grouped(fresh)[..., None]
         self._transition, self._log = transition, log_params
-        self._p0 = self.sets.grouped(p0[(None,) * (len(self.batch) + 1 - p0.dim())])
+        self._p0 = self.layout.grouped(p0[(None,) * (len(self.batch) + 1 - p0.dim())])
         # all steps at once: a gradient through a look-up of each takes time quadratic in v
-        self._x = self.sets.grouped(x).unbind(2)
-        self._by_step = [self.sets.parameter(parameter).unbind() for parameter in self.parameters]
+        self._x = self.layout.grouped(x).unbind(2)
+        self._by_step = [self.layout.parameter(parameter).unbind() for parameter in self.parameters]
         shared = self.v + self.entered > 1 and all(len(parameter) == 1 for parameter in self._by_step)
         self._shared = self._at(0) if shared else None
 
@@ -117,7 +117,7 @@ class Steps:
 
     def by_step(self, values: Sequence[Tensor]) -> Tensor:
         """Values (g, m, c) of each step as `[*B, v, c]`."""
-        return self.sets.batched(torch.stack(list(values), 2))
+        return self.layout.batched(torch.stack(list(values), 2))
 
     def unused(self) -> Tensor:
         """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""
@@ -181,7 +181,7 @@ def backward_messages(steps: Steps) -> list[Tensor]:
 def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B]."""
     forward = [message.logs for message in forward_messages(steps)]
-    log_norm = steps.sets.batched(LOG.sum(forward[-1], -1))
+    log_norm = steps.layout.batched(LOG.sum(forward[-1], -1))
     backward = backward_messages(steps)
     first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
     return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
@@ -220,7 +220,7 @@ def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
 def _sum(steps: Steps, last: Message, semiring: Semiring) -> Tensor:
     """The sum of a message [*B], on which all parameters have a gradient."""
     value = semiring.sum(last.values, -1) + last.error[..., 0] + last.scale[..., 0]
-    return steps.sets.batched(value) + (steps.unused() if value.requires_grad else 0.0)
+    return steps.layout.batched(value) + (steps.unused() if value.requires_grad else 0.0)
 
 
 def second_derivatives(

@@ -238,7 +238,7 @@ class _Gradients(Final):
         kept = None if messages is None else Kept(log_norm, messages, redone, part.entered, bound)
         # of what ranks share, each computes its share if any of them needs the gradient
         computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
-        gradients, *_ = part.backward(log_norm, kept, part.layout.sequences(weight), computed)
+        gradients, *_ = part.backward(log_norm, kept, part.layout.grouped(weight), computed)
         if states is not None:
             leaves = [operand.detach().requires_grad_() for operand in operands]
             with torch.enable_grad():

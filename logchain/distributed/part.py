@@ -19,8 +19,8 @@ from torch import Tensor
 from .. import arguments, kernels
 from ..internals import is_transformed
 from ..kernels.chain import Chain
+from ..kernels.layout import Layout
 from ..kernels.message import Kept, Message
-from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_boundaries, report_chains
 from ..schedules.segments import disagree
@@ -69,7 +69,7 @@ class Part:
         if fields["lengths"] is not None:
             whole = arguments.as_lengths(fields["lengths"], x.new_empty(()).expand(*batch, sum(sizes), c))
             self.lengths = (whole - start).clamp(0, v)
-            left = self.layout.sequences(whole) - start
+            left = self.layout.grouped(whole) - start
             ends, self.reached, self.continues = left[..., None].clamp(0, v), left > 0, left > v
         steps = self.layout.matrices(bulk)[: None if v > 1 or self.entered else 0]
         operands = self.layout.steps_first(x), steps, self.layout.weights(p0)

@@ -57,7 +57,7 @@ def _add_piece(
         for each in forward_messages(steps, start):
             last = each.values
         output = LOG.sum(last, -1) if adjoint is None else last
-        cotangent = steps.sets.grouped(weight.double()) if adjoint is None else adjoint
+        cotangent = steps.layout.grouped(weight.double()) if adjoint is None else adjoint
         sources = leaves if message is None else [*leaves, message]
         found = torch.autograd.grad(output, sources, cotangent, materialize_grads=True, allow_unused=True)
     for total, gradient in zip(into.tensors, found, strict=False):

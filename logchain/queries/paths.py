@@ -64,7 +64,7 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
         state = before if inside is None else torch.where(inside[..., 0], before, state)
         found.append(state)
     states = possible(steps, torch.stack(found[::-1], -1), weight)
-    return states, steps.sets.batched(weight.isnan() | (weight == math.inf))
+    return states, steps.layout.batched(weight.isnan() | (weight == math.inf))
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
         return drawn
     steps = operands.detached().steps()
     values = [message.values for message in forward_messages(steps)]
-    numbers = steps.sets.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
+    numbers = steps.layout.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
     found = [state]
     for step in reversed(range(1, steps.v)):
@@ -102,4 +102,4 @@ def possible(steps: Steps, states: Tensor, weight: Tensor) -> Tensor:
     if steps.ends is not None:
         ends = steps.ends.view(*steps.shape[:2], *(1 for _ in states.shape[2:]))
         states = states.masked_fill(torch.arange(steps.v, device=states.device) >= ends, -1)
-    return steps.sets.batched(states.contiguous()).contiguous()
+    return steps.layout.batched(states.contiguous()).contiguous()

@@ -52,7 +52,7 @@ def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     search.add(path, search.ends, taken)
     ranked = [(weight, path), *(search.next() for _ in range(1, k))]
     weights, paths = (torch.stack(each, 2) for each in zip(*ranked, strict=True))
-    return possible(steps, paths, weights), steps.sets.batched(weight.isnan() | (weight == math.inf))
+    return possible(steps, paths, weights), steps.layout.batched(weight.isnan() | (weight == math.inf))
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import kernels
-from ..layout import Layout
+from ..kernels.layout import Layout
 from ..operands import arithmetic_dtype
 from .transfers import SLOTS, apart
 

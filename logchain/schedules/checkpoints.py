@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_lengths
 from ..kernels.chain import Chain
+from ..kernels.layout import Layout
 from ..kernels.message import Message
-from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype
 from ..progress import bar
 from ..rescues import report_chains
@@ -37,7 +37,7 @@ class Checkpoints:
         self._layout, self._kernels, v = Layout.of(x, bulk), kernels.chain_kernels(p0), x.shape[-2]
         self._dtype, self._ends = arithmetic_dtype(x, bulk, p0), None
         if lengths is not None:
-            self._ends = self._layout.sequences(lengths)[..., None]
+            self._ends = self._layout.grouped(lengths)[..., None]
             if not kernels.on_gpu(p0):
                 check_lengths(lengths, v)
                 v = int(lengths.max())
@@ -71,7 +71,7 @@ class Checkpoints:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of `sum(grad * log_norm)`, None for one that is not needed; `values` are the checkpoints."""
         (x, bulk, p0), layout, dtype = self._operands[:3], self._layout, self._dtype
-        weight, norms, (g, m) = layout.sequences(grad), layout.sequences(log_norm), layout.grid
+        weight, norms, (g, m) = layout.grouped(grad), layout.grouped(log_norm), layout.grid
         into_x = _Gradient(x, -2, self._every + 1, p0.device, x.dtype) if needs[0] else None
         into_bulk = _Gradient(bulk, -3, self._every, p0.device, dtype) if needs[1] else None
         messages = p0.new_empty(min(self._every, self._v) + 1, g, m, x.shape[-1], dtype=dtype)

@@ -14,8 +14,8 @@ from ..autograd.scan import Message, Steps, forward_messages
 from ..internals import between_graphs
 from ..kernels import message as linear
 from ..kernels.chain import Chain
+from ..kernels.layout import Layout
 from ..kernels.numbers import probabilities, shifted
-from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
 from ..transitions import LOG
@@ -61,7 +61,7 @@ def _by_scan(
         return entering, None if dtype is None else piece.x.to(dtype), piece.x
     fresh = None if piece.starting is False else piece.fresh
     steps = Steps(piece.potentials(), piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
-    first = Message(*map(steps.sets.grouped, entering))
+    first = Message(*map(steps.layout.grouped, entering))
     columns = [*map(steps.by_step, zip(first, *forward_messages(steps, first), strict=True))]  # [*B, k + 1, c or 1]
     messages, last = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
     if piece.counts is not None:
@@ -111,7 +111,7 @@ def _by_any_kernels(
     if not head and bulk.shape[-3] > 1:
         bulk = bulk[..., 1:, :, :]
     layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, piece.p0)
-    steps, ends = layout.steps_first(x), None if counts is None else layout.sequences(counts)[..., None]
+    steps, ends = layout.steps_first(x), None if counts is None else layout.grouped(counts)[..., None]
     chain = Chain(steps, layout.matrices(bulk), layout.weights(piece.p0), ends, piece.log_params, dtype)
     grid, before, kept = (chain.g, chain.m, chain.c), None, None
     if head:

@@ -9,8 +9,8 @@ from torch import Tensor
 from .. import kernels
 from ..autograd.scan import Message
 from ..kernels.chain import Chain, is_view
+from ..kernels.layout import Layout
 from ..kernels.message import Kept
-from ..layout import Layout
 from ..operands import arithmetic_dtype
 from ..rescues import report_chains
 from .piece import Piece, selected
@@ -69,7 +69,7 @@ def walk(
         return kernels.stretches().Stretch(chain, head=head)
 
     stretch = calls.stretch((x.shape, x.stride(), bulk.shape, bulk.stride(), p0.stride(), dtype, head), make)
-    ends = None if piece.counts is None else layout.sequences(piece.counts + head).contiguous()
+    ends = None if piece.counts is None else layout.grouped(piece.counts + head).contiguous()
     linear = None if messages is None else x.new_empty(x.shape[-2] + head, *layout.grid, x.shape[-1])
     shares = posteriors
     if posteriors is not None and posteriors.dtype != dtype:
