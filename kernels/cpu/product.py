@@ -121,7 +121,7 @@ def _run(stack: Tensor, *, segments: int = 1, prefixes: int = 0, **tensors: Tens
         for name, tensor in {"stack": stack, "lossy": lossy, **tensors}.items():
             setattr(call, name, tensor.data_ptr())
         run_each(copies(call, shared(g * segments, _work(stack))), stack.dtype, "tree")
-    return lossy.any(1)
+    return lossy[:, 0] if segments == 1 else lossy.any(1)
 
 
 def _work(stack: Tensor) -> int:

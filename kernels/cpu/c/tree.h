@@ -37,6 +37,7 @@ typedef struct {
 typedef struct {
     real *values, *exponents; /* V (c, c); v (c), and base */
     Sum offset;
+    int64_t power; /* the sum of all base */
 } Node;
 
 typedef struct {
@@ -59,7 +60,7 @@ INLINE int64_t middle_of(const Tree *t, int64_t first, int64_t last) {
 static Node node_of(const Tree *t, int64_t first, int64_t last, int64_t slot) {
     int64_t c = t->a->states, one = last - first == 1;
     if (t->a->grad) slot = one ? t->last + first - 2 * t->first : middle_of(t, first, last) - t->first;
-    Node n = {t->values + slot * c * c, t->exponents + slot * (c + 1), {0, 0}};
+    Node n = {t->values + slot * c * c, t->exponents + slot * (c + 1), {0, 0}, 0};
     if (t->a->grad && one) n.values = t->a->grad + (t->set * t->a->matrices + first) * c * c;
     return n;
 }
@@ -207,10 +208,10 @@ INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node
     out->offset = left.offset;
     add(&out->offset, right.offset.sum);
     out->offset.error += right.offset.error;
-    add_exponent(&out->offset, (int64_t)out->exponents[c]);
+    out->power = left.power + right.power + (int64_t)out->exponents[c];
 }
 
-/* Writes G over V, or for a scale other than 0, the gradients of a leaf's logarithms; w is that of prefixes, or null. */
+/* Writes G over V, or for a scale other than 0, gradients of a leaf's logarithms; w is that of prefixes, or null. */
 INLINE void write_gradient(const int64_t c, Tree *t, real *values, const real *scaled, const real *w, real scale) {
     for (int64_t j = 0, left = c * c; left > 0; j += LANES, left -= LANES) {
         reals v = read_some(values + j, left, 0), g = read_some(t->sums + j, left, 0) * power_of_two(-CENTER);
@@ -261,14 +262,14 @@ static void write_product(const Tree *t, Node n, int64_t index) {
     int64_t c = a->states;
     for (int64_t r = 0, width = are_zero(c, n.exponents) ? c * c : c; r < c * c; r += width) {
         Sum taken = a->out ? n.offset : (Sum){0, 0};
-        add_exponent(&taken, (int64_t)n.exponents[r / c]);
+        add_exponent(&taken, (int64_t)n.exponents[r / c] + (a->out ? n.power : 0));
         for (int64_t j = r, left = width; left > 0; j += WIDE, left -= WIDE) {
             doubles logs = logarithm_of(read_wide(n.values + j, 1, left, 0), CENTER) + taken.error + taken.sum;
             if (a->out) write_wide(a->out + place_of(t, index) + j, logs, left);
             else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a->products[place_of(t, index) + j + l] = logs[l];
         }
     }
-    if (!a->out) a->offset[2 * t->unit] = n.offset.sum, a->offset[2 * t->unit + 1] = n.offset.error;
+    if (!a->out) add_exponent(&n.offset, n.power), a->offset[2 * t->unit] = n.offset.sum, a->offset[2 * t->unit + 1] = n.offset.error;
 }
 
 /* The product of the matrices from `first` to before `last`. */
