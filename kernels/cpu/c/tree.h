@@ -269,7 +269,9 @@ static void write_product(const Tree *t, Node n, int64_t index) {
             else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a->products[place_of(t, index) + j + l] = logs[l];
         }
     }
-    if (!a->out) add_exponent(&n.offset, n.power), a->offset[2 * t->unit] = n.offset.sum, a->offset[2 * t->unit + 1] = n.offset.error;
+    if (a->out) return;
+    add_exponent(&n.offset, n.power);
+    a->offset[2 * t->unit] = n.offset.sum, a->offset[2 * t->unit + 1] = n.offset.error;
 }
 
 /* The product of the matrices from `first` to before `last`. */
