@@ -267,7 +267,7 @@ MUTANTS = [
            "        total += gradient\n", "        total.copy_(gradient)\n",
            "tests/transitions/test_queries.py -k 'of_its_matrices and product and user'"),
     Mutant("posteriors of structures ignore the weight", "logchain/queries/logarithms.py",
-           "steps.sets.grouped(weight.double()) if", "steps.sets.grouped(weight.double() * 0 + 1) if",
+           "steps.layout.grouped(weight.double()) if", "steps.layout.grouped(weight.double() * 0 + 1) if",
            table(f"{VALUES} and plain-banded")),
     Mutant("weights that no sequence uses are NaN", "logchain/queries/logarithms.py",
            "    operands = _without(operands, weight == 0)\n", "",
