@@ -23,7 +23,10 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
         x, p0, *weights = operands.tensors
         logs = [log_weights(one, False, torch.float64) for one in (p0, *weights)]
         operands = operands.of(x, *logs)._replace(log_params=True)
-    into = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in operands.tensors]
+    # what pieces share is added up in float64
+    shared = [False, True, *(lead[-1] == 1 for lead in operands.transition.leads)]
+    kinds = [torch.float64 if one else dtype for one in shared]
+    into = [torch.zeros_like(tensor, dtype=kind) for tensor, kind in zip(operands.tensors, kinds, strict=True)]
     totals = operands.of(*into)
     every = math.isqrt(v) + 1
     starts, entering = range(0, v, every), list[Message]()
