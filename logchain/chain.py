@@ -21,8 +21,8 @@ from .schedules.choose import Size, choose
 from .transitions import Transition
 from .transitions.dense import Dense
 
-# how many times its length a sequence may be padded to
-_PADDING = 1.25
+# how many times its length a sequence may be padded to, of dense matrices and of structures, whose steps take longer
+_PADDING, _OF_STRUCTURES = 1.25, 8.0
 
 _Result = TypeVar("_Result")
 
@@ -151,9 +151,10 @@ class Chain:
         """The sequences of each batch, by number."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
         groups, first = [], 0
+        padding = _PADDING if isinstance(self.operands.transition, Dense) else _OF_STRUCTURES
         longest = self.lengths[order].tolist()
         for i in range(1, len(order) + 1):
-            if i == len(order) or longest[i] * _PADDING < longest[first]:
+            if i == len(order) or longest[i] * padding < longest[first]:
                 groups.append(order[first:i])
                 first = i
         return groups

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import kernels
 from .arguments import Lengths, check_lengths
 from .chain import Chain
+from .internals import takes_forward_derivatives
 from .operands import differentiated, is_plain
 from .queries.messages import filtered as filtered_messages
 from .queries.operands import Operands, checked_lengths
@@ -77,6 +78,8 @@ def filtered(
 def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
     if operands.dense is not None and is_plain(operands.tensors) and not differentiated(*operands.tensors):
         return _by_stream(*operands.dense)
+    if not torch.compiler.is_compiling() and takes_forward_derivatives():
+        raise NotImplementedError("filtered: expected no forward derivative, take gradients")
     lengths = operands.lengths
     if lengths is not None:
         operands = operands._replace(lengths=checked_lengths(lengths, operands.x.shape[-2]))

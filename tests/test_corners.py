@@ -147,3 +147,12 @@ def test_infinite_weights_in_segments(schedule, at, dtype):
     assert found[1][0] == torch.inf and found[1][1].isfinite()
     torch.testing.assert_close(*found)
     torch.testing.assert_close(*(torch.autograd.grad(one.sum(), x)[0] for one in found), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_single_variable_far_below_an_impossible_state_has_no_entropy(v, dtype):
+    x, bulk, p0 = torch.zeros(3, v, 2, dtype=dtype), torch.ones(1, 2, 2, dtype=dtype), torch.tensor([0.0, 1.0])
+    x[:, 0, 0] = 3000.0
+    assert (logchain.entropy(x, bulk, p0, lengths=[1, 1, 1]) == 0).all()
+    assert (logchain.kl_divergence((x, bulk, p0), (x * 0, bulk, p0), lengths=[1, 1, 1]) == 0).all()

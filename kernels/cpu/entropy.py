@@ -29,6 +29,7 @@ def means(chains: Sequence[Chain], counts: Tensor | None) -> tuple[Tensor, Tenso
     call.rows("grad", states)
     if counts is not None:
         call.matrices("count", counts)
+        counts = counts if counts.numel() else counts.new_zeros(1)  # a null pointer asks for no counts
         call.point(**{"counts" if len(counts) == 1 else "grad_bulk": counts})
     call.arguments.second = ctypes.addressof(second[0].arguments) if second else None
     call.run("means", call.spans())

@@ -125,6 +125,6 @@ def add_counts(link: Link, transposed: bool, rows: Tensor, following: Tensor, co
             else:
                 total.addbmm_(front, back.mT)
     elif sets == 1:
-        counts[0].addmm_(rows.view(-1, link.entering).mT, following.view(-1, link.leaving))
+        counts[0].addmm_(rows.reshape(-1, link.entering).mT, following.reshape(-1, link.leaving))
     else:
-        counts.baddbmm_(rows.view(sets, -1, link.entering).mT, following.view(sets, -1, link.leaving))
+        counts.baddbmm_(rows.reshape(sets, -1, link.entering).mT, following.reshape(sets, -1, link.leaving))

@@ -142,11 +142,12 @@ def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Ite
     for step in range(1 - steps.entered, steps.v):
         # the largest potential is taken out first: a sum is rounded by its own size
         potential, shift = shifted(steps.potential(step))
-        after = apply(steps.transition(step), message)
+        inside = steps.inside(step)
+        # what has ended may be NaN, which must not reach the gradients of matrices
+        after = apply(steps.transition(step), message if inside is None else message.masked_fill(~inside, 0.0))
         if step == 0 and steps.fresh is not None:
             after = torch.where(steps.fresh, steps.start(), after)
         after, top = shifted(after + potential)
-        inside = steps.inside(step)
         if inside is not None:
             after = torch.where(inside, after, message)
             shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)

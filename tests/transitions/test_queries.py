@@ -16,6 +16,7 @@ F32, F64 = torch.float32, torch.float64
 V, BATCH = 6, (2, 3)
 KINDS = pytest.mark.parametrize("kind", MAKE)
 LENGTHS = torch.tensor([[6, 3, 1], [2, 6, 5]])
+SOFT = semirings.Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4 * terms, dim) / 4)
 
 
 class Problem:
@@ -94,9 +95,8 @@ def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
 @KINDS
 def test_any_semiring_adds_the_paths_of_its_matrices(kind, lengths):
-    soft = semirings.Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4 * terms, dim) / 4)
     problem = Problem(kind, (3, V - 1), lengths=lengths)
-    found, expected = problem.both(semirings.total, soft, lengths=lengths)
+    found, expected = problem.both(semirings.total, SOFT, lengths=lengths)
     assert_close(found, expected)
     assert_same_gradients(problem, {"total": found}, {"total": expected})
     if not problem.structure.sums:
@@ -325,3 +325,20 @@ def test_plan_of_structures_counts_their_multiply_adds(kind):
     planned = logchain.plan(problem.x, problem.structure, problem.p0)
     assert f"{problem.structure.multiply_adds} multiply-adds per step in place of {C**2}" in str(planned)
     assert logchain.plan(problem.x.shape, problem.structure, problem.p0.shape, dtype=problem.x.dtype) == planned
+
+
+@KINDS
+def test_a_single_sequence_has_gradients_of_its_matrices(kind):
+    problem = Problem(kind, batch=())
+    found, expected = problem.both(logchain.product)
+    assert_same_gradients(problem, {"log_norm": found}, {"log_norm": expected})
+
+
+def test_a_nan_after_which_no_step_follows_is_in_no_gradient_of_matrices():
+    left, right = (numbers(4)(C, 2).requires_grad_() for _ in range(2))
+    x = torch.zeros(2, 4, C, dtype=F64)
+    x[1, 0, 0] = torch.nan
+    structure = transitions.LowRank(left, right)
+    value = logchain.semirings.total(x, structure, torch.ones(C, dtype=F64), SOFT, lengths=[4, 1])
+    gradients = torch.autograd.grad(value[0] + torch.where(value[1].isnan(), 0.0, value[1]), [left, right])
+    assert value[1].isnan() and all(one.isfinite().all() for one in gradients)
