@@ -3,9 +3,8 @@
     forward     a_r = a_{r-1} M_r        M_r: the product of the steps of rank r
     backward    b_{r-1} = M_r b_r
 
-All ranks scan at the same time, from a guess: the neighbor scans a few of its steps from a uniform message and sends
-the result. A rank scans again, after no longer than it would have waited, if the true message differs by more than
-rounding in Hilbert's metric.
+All ranks scan at once, from a guess: the neighbor scans a few of its steps from a uniform message and sends the result.
+A rank scans again if the true message, for which it would have waited, differs by more than rounding (Hilbert metric).
 """
 
 from collections.abc import Callable, Sequence
