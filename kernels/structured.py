@@ -93,13 +93,13 @@ class Structured:
 class Walk(NamedTuple):
     """The results of `forward`.
 
-    `log_norm` [*B], float64: log-partitions. `kept`: tensors that `backward` beside that `forward` reads; empty if none
-    were wanted. `redone` [*B], bool: sequences that underflowed and were computed again.
+    `log_norm` [*B], float64: log-partitions. `kept`: tensors that `backward` reads, if wanted. `flagged` [*B], bool:
+    sequences that underflowed, which the caller computes in logarithms.
     """
 
     log_norm: Tensor
     kept: tuple[Tensor, ...]
-    redone: Tensor
+    flagged: Tensor
 
 
 class Gradients(NamedTuple):

@@ -128,11 +128,11 @@ class Chain:
 
     def counts(self, values: Sequence[Tensor], parameter: int, *, by_step: bool) -> Tensor:
         """Expected counts in the shape of a parameter, from those of each batch; `by_step`: one for each step."""
-        given = self._bulk.parameters[parameter]
+        shape = self._bulk.parameters[parameter].shape
         if not self.packed:
-            return values[0] if by_step else values[0].reshape(given.shape)
+            return values[0] if by_step else values[0].reshape(shape)
         if not (by_step or self._by_row(parameter)):
-            return torch.stack(list(values)).sum(0).reshape(given.shape)
+            return torch.stack(list(values)).sum(0).reshape(shape)
         # no transition leads into a first row
         first = [value.new_zeros(len(value), 1, *value.shape[2:]) for value in values]
         return self.by_variable([torch.cat(pair, 1) for pair in zip(first, values, strict=True)])
@@ -280,7 +280,7 @@ def _bounds(x: Tensor, log_params: bool, lengths: object, cu_seqlens: Tensor) ->
     """The rows where each sequence starts and ends, on the host."""
     check_flag("log_params", log_params)
     if lengths is not None:
-        raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
+        raise ValueError("lengths: expected None with cu_seqlens, which holds them")
     check_tensor("x", x, 2)
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected a torch.Tensor, got {type(cu_seqlens).__name__}")

@@ -294,7 +294,7 @@ MUTANTS = [
     Mutant("weights of factors are not raised", PLAIN + "factors.py", "        if self._raised:\n            wide",
            "        if False:\n            wide", FACTORS),
     Mutant("recomputed sequences of factors have no gradients", "logchain/queries/product.py",
-           "_chosen(walk.redone & (weight != 0))", "_chosen(walk.redone & (weight != weight))", FACTORS),
+           "_chosen(walk.flagged & (weight != 0))", "_chosen(walk.flagged & (weight != weight))", FACTORS),
     Mutant("states without a path have weights in factors", C + "weigh.h", "(state > 0) & (source >", "(source >",
            "tests/kernels/test_structures.py -k states_without_path"),
     Mutant("states without a path have weights in factors in torch", PLAIN + "scaled.py", " | (state == 0)", "",

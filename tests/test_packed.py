@@ -118,7 +118,7 @@ WRONG = [
     (ValueError, "cu_seqlens: expected rising integers", {"cu_seqlens": torch.tensor([0, 3, 3, 54])}),
     (TypeError, "cu_seqlens: expected int32 or int64, got float32", {"cu_seqlens": OFFSETS.float()}),
     (TypeError, "cu_seqlens: expected a torch.Tensor, got list", {"cu_seqlens": OFFSETS.tolist()}),
-    (ValueError, "lengths: expected None beside cu_seqlens", {"lengths": 3}),
+    (ValueError, "lengths: expected None with cu_seqlens", {"lengths": 3}),
     (TypeError, "log_params: expected True or False, got 1", {"log_params": 1}),
     (ValueError, "x: expected shape [total, c]", {"x": X[None]}),
     (ValueError, "bulk: expected shape [1 or 54, 4, 4]", {"bulk": BULK[:, :2]}),

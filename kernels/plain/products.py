@@ -42,7 +42,7 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, steps_
     scan = _scan(chain)
     assert scan is not None
     state, scan.tops, scan.factors, *middles = walk.kept
-    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.redone))
+    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.flagged))
     scan.flagged = flagged
     scan.live = (weight != 0) & (log_norm != -math.inf) & ~flagged
     scan.weight = weight.masked_fill(~scan.live, 0.0)

@@ -28,7 +28,7 @@ from .scan import Steps, both_messages
 def messages(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward messages [*B, v, c], -inf behind a sequence's end, and the log-partition [*B].
+    """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
     All are computed in float64, and of the dtype of the arithmetic.
     """

@@ -181,9 +181,8 @@ def backward_messages(steps: Steps) -> list[Tensor]:
 
 def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B]."""
-    forward = [message.logs for message in forward_messages(steps)]
-    log_norm = steps.layout.batched(LOG.sum(forward[-1], -1))
-    backward = backward_messages(steps)
+    messages, backward = list(forward_messages(steps)), backward_messages(steps)
+    forward, log_norm = [message.logs for message in messages], _sum(steps, messages[-1], LOG)
     first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
     return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
 

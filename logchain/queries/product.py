@@ -92,7 +92,7 @@ def forward(operands: Operands, keep: bool) -> Walk:
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
         return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
     walk = _forward(operands, keep)
-    report_chains(walk.redone)
+    report_chains(walk.flagged)
     return walk
 
 
@@ -103,7 +103,7 @@ def _forward(operands: Operands, keep: bool) -> Walk:
         if walk is None:
             value = total(operands.steps()).contiguous()
             return Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
-        chosen = _chosen(walk.redone)
+        chosen = _chosen(walk.flagged)
         if len(chosen):
             walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
         return walk
@@ -132,7 +132,7 @@ def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_l
             return gradients_in_logarithms(operands, weight, by_log=by_log)
         if gradients.parameters is not None:
             gradients = gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
-        chosen = _chosen(walk.redone & (weight != 0))
+        chosen = _chosen(walk.flagged & (weight != 0))
         if len(chosen):
             part = operands.selected(chosen)
             more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
@@ -156,7 +156,7 @@ class _LogPartition(torch.autograd.Function):
     def forward(ctx: Any, skeleton: Operands, *tensors: Tensor) -> Tensor:
         walk = forward(skeleton.of(*tensors), True)
         ctx.skeleton, ctx.choice = skeleton, kernels.on_cpu()
-        ctx.save_for_backward(*tensors, walk.log_norm, walk.redone, *walk.kept)
+        ctx.save_for_backward(*tensors, walk.log_norm, walk.flagged, *walk.kept)
         return walk.log_norm.clone()  # the caller may change the value
 
     @staticmethod
@@ -170,13 +170,13 @@ class _LogPartition(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """skeleton, needs, grad, x, p0, parameters, log-partition, redone, kept -> gradients of x, p0 and parameters."""
+    """skeleton, needs, grad, x, p0, parameters, log-partition, flagged, kept -> gradients of x, p0 and parameters."""
 
     @staticmethod
     def compute(skeleton: Operands, needs: tuple[bool, ...], grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         """The gradients, each of its operand's dtype."""
-        tensors, (log_norm, redone, *kept) = saved[: len(needs)], saved[len(needs) :]
-        operands, walk = skeleton.of(*tensors), Walk(log_norm, tuple(kept), redone)
+        tensors, (log_norm, flagged, *kept) = saved[: len(needs)], saved[len(needs) :]
+        operands, walk = skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged)
         wanted = needs[0], any(needs[2:]), needs[1]
         x, parameters, p0 = backward(operands, walk, grad, wanted)
         gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))

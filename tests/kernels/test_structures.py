@@ -56,7 +56,7 @@ def test_sizes_beyond_what_loops_take_at_a_time(kind, options, near):
     for room in ("cpu", "plain") if type(kind.pattern) is tuple else ("cpu",):
         for log in (False, True):
             walk = check(room, draw(kind, (2, 3), (2, 1), log=log, zeros=0.1, ends=not log, **options), near)
-            assert not (type(kind.pattern) is tuple and walk.redone.any())
+            assert not (type(kind.pattern) is tuple and walk.flagged.any())
     check("cpu", draw(kind, (2,), dtype=F64, **options), near=None if options.get("v", 0) < 40 else 1e-11)
 
 
@@ -73,7 +73,7 @@ def test_emissions_of_any_size(room, name, scale):
 def test_parameters_far_from_one(room, name, far):
     chain = draw(KINDS[name])
     walk = check(room, replace(chain, parameters=(chain.parameters[0] * far, *chain.parameters[1:])), near=2e-5)
-    assert not walk.redone.any() or getattr(chain.pattern, "diagonal", False)
+    assert not walk.flagged.any() or getattr(chain.pattern, "diagonal", False)
     logs = draw(KINDS[name], log=True)
     shifted = [one + shift for one, shift in zip(logs.parameters, (-1e4, 9e3, 10), strict=False)]
     check(room, replace(logs, parameters=tuple(shifted)), near=3e-3)
@@ -155,7 +155,7 @@ def test_paths_far_below_others(rare, name, room, dtype):
     parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
     parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
     chain = given(TWO_STATES[name], [parameter.tolist()], rows, [1.0, 1.0], dtype)
-    recomputed = [check(room, one).redone.item() for one in (chain, structures.as_logs(chain))]
+    recomputed = [check(room, one).flagged.item() for one in (chain, structures.as_logs(chain))]
     if room == "cpu":
         assert recomputed == [name == "factors" and dtype in of_factors] * 2
 
@@ -183,7 +183,7 @@ def test_messages_of_arcs_that_underflow_alone_are_not_recomputed(room):
         given(away, [[[1.0, 2.0**-120]]], [*[[0.0, -650.0]] * 3, [-INF, 0.0]], [1.0, 1.0]),
     ):
         for one in (chain, structures.as_logs(chain)):
-            assert not check(room, one).redone
+            assert not check(room, one).flagged
 
 
 @ROOMS
@@ -315,7 +315,7 @@ def test_what_underflows_in_factors_is_found(name):
             less = (torch.rand(one.shape, generator=generator) < 0.5).double() * by * (50 if log else 1)
             smaller.append((one.double() - less if log else one.double() * (-less).exp()).to(one.dtype))
         chain = replace(chain, parameters=tuple(smaller))
-        recomputed += int(check("cpu", chain, near=3e-3 if log else 1e-4).redone.sum())
+        recomputed += int(check("cpu", chain, near=3e-3 if log else 1e-4).flagged.sum())
     assert recomputed or KINDS[name].c == 1
 
 
@@ -326,16 +326,16 @@ def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
         ([[0.0, 0, -60], [-INF, -INF, 0]], True),
         ([[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]], False),
     ):
-        assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == recomputed
+        assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).flagged == recomputed
 
 
 @ROOMS
 def test_states_without_path_through_factors_do_not_overflow_backward(room, monkeypatch):
     parameters = [[[[[1.0]], [[1.0]]]]]
-    assert check(room, given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).redone
+    assert check(room, given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).flagged
     chain = given(TWO_STATES["factors"], parameters, [*[[0.0, 45]] * 12, [0.0, 0]], [1.0, 0])
     walk = check(room, chain, near=1e-5)
-    assert not walk.redone.any()
+    assert not walk.flagged.any()
     monkeypatch.setattr(plain_products, "forward", None)
     structures.Room(room).backward(chain, walk, structures.weights_of(chain), structures.ALL)
 

@@ -294,7 +294,7 @@ def test_wrong_operands_are_named():
         ("strategy: expected 'auto' or 'sequential', got 'tree'", (x, structure, p0), {"strategy": "tree"}),
         ("lengths: expected values from 1 to v = 6, got 0 to 7", (x, structure, p0), {"lengths": [0, 7]}),
         ("log_params: expected True or False, got 1", (x, structure, p0), {"log_params": 1}),
-        ("lengths: expected None beside cu_seqlens, which holds them", (x[0], structure, p0), packed),
+        ("lengths: expected None with cu_seqlens, which holds them", (x[0], structure, p0), packed),
     ]
     for message, operands, options in cases:
         with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
