@@ -46,6 +46,7 @@ FAR = "tests/kernels/test_structures.py -k paths_far_below"
 STRUCTURES = "tests/kernels/test_structures.py -k 'arcs or bands or sizes'"
 BEST = "tests/kernels/test_structure_paths.py -k 'lowest or known'"
 STACKS = "tests/test_matrix_product.py -k 'contract or verdicts or grow or fall'"
+OF_FEW = "tests/test_marginals.py -k few_states"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -255,6 +256,10 @@ MUTANTS = [
            "        into_x[chain.v :] = 0.0\n", "", table("odd_sizes and cpu-product")),
     Mutant("forward derivatives of gradients have no first ones", "logchain/autograd/chain_functions.py",
            "[a + b if need else a for a, b, need", "[a if need else a for a, b, need", "tests/autograd -k hessians"),
+    Mutant("log messages of few states lack the matrix's scale", C + "few_loops.h",
+           "shift_after(l, shift, step + 1 - begin)", "shift_after(l, shift, step - begin)", OF_FEW),
+    Mutant("log messages of few states lack a power of two", C + "few_loops.h",
+           "step - begin) + l->matrix_exponent", "step - begin) - l->matrix_exponent - 1", OF_FEW),
     # structures
     Mutant("messages of structures are backward after the end", "logchain/autograd/scan.py",
            "            before = torch.where(inside, before, message)\n", "", MESSAGES),

@@ -11,7 +11,7 @@ import logchain
 from logchain import reference
 from tests import oracle
 from tests.best_paths import small
-from tests.contract import depth, gradient_bound, unit
+from tests.contract import depth, gradient_bound, unit, value_bound
 from tests.expected import assert_posteriors
 
 F32, F64 = torch.float32, torch.float64
@@ -196,3 +196,21 @@ def test_messages_through_masks_and_a_step_without_states():
     assert (found[0][0, 4:] == -math.inf).all() and (found[1][0, :4] == -math.inf).all()
     assert not any(part.isnan().any() for part in found)
     torch.testing.assert_close(found[2], torch.tensor([-math.inf, math.log(2 * 2 * 3**3)]))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("c", [1, 3, 4, 7, 8, 11, 16])
+def test_messages_of_few_states_and_of_weights_far_from_one(c, dtype):
+    """One sequence of at most 16 states has loops of its own; a matrix is far larger than 1, and x far smaller."""
+    generator = torch.Generator().manual_seed(c)
+    x = torch.randn(50, c, generator=generator, dtype=dtype) * 10 - 45
+    bulk = torch.randn(1, c, c, generator=generator, dtype=dtype) * 3 + 40
+    x[20, : c // 2], bulk[0, -1, : c // 2] = -math.inf, -math.inf
+    found = logchain.forward_backward(x, bulk, x[0] / 10, log_params=True)
+    exact = reference.forward_backward(*(each.double().numpy() for each in (x, bulk, x[0] / 10)), log_params=True)
+    for part, truth in zip(found, exact, strict=True):
+        finite = np.isfinite(truth)
+        np.testing.assert_array_equal(np.isfinite(part.numpy()), finite)
+        rounded = 50 * np.spacing(np.abs(truth[finite]).max())  # as the definition adds logarithms
+        bound = rounded + value_bound(truth, 50, c, 60, dtype=F64) + value_bound(truth, 0, c, dtype=dtype)
+        assert (np.abs(part.double().numpy()[finite] - truth[finite]) <= bound[finite]).all()

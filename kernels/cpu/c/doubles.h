@@ -1,6 +1,6 @@
 /* Vectors of doubles, whatever `real` is, with exponentials and logarithms. */
 #pragma once
-#include "vector.h"
+#include "scale.h"
 
 typedef double doubles __attribute__((vector_size(BYTES)));
 typedef int64_t longs __attribute__((vector_size(BYTES)));
@@ -73,4 +73,19 @@ INLINE doubles finite_logarithm_of(doubles m, double less) {
 /* Natural logarithms of m 2^-less; -inf for 0. */
 INLINE doubles logarithm_of(doubles m, double less) {
     return choose(m > 0, finite_logarithm_of(m, less), choose(m == 0, splat_wide(-__builtin_inf()), m));
+}
+
+/* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null, as floats or as `real`. */
+INLINE void write_logarithms(int64_t c, int float32, const real *row, Sum taken, int64_t exponent, const real *x,
+                             void *out) {
+    add_exponent(&taken, exponent + TOP);
+    doubles scale = splat_wide(taken.sum), rest = splat_wide(taken.error == taken.error ? taken.error : 0);
+    for (int64_t j = 0; j < c; j += WIDE) {
+        doubles emission = x ? read_wide(x + j, 1, c - j, 0) : splat_wide(0);
+        doubles sum = scale + emission; /* either may be large, and their sum small */
+        doubles logs = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP);
+        logs = sum + (logs + rounding_errors(scale, emission, sum) + rest);
+        if (float32) write_float32((float *)out + j, logs, c - j);
+        else write_wide((real *)out + j, logs, c - j);
+    }
 }

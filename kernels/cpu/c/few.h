@@ -16,10 +16,12 @@ typedef struct {
     const real *entries;                 /* matrix into step 1; one matrix for all steps: padded with zeros to
                                             row_of(c), and transposed for backward steps */
     real *messages, *filtered;           /* forward messages, and those with sum 1; or null */
+    real *logs;                          /* log sums U, plus x if with_x, or null */
     real *gradient;                      /* of x, or null */
     real *outer;                         /* gradient of the matrix into step 1, or null */
     real *held_forward, *held_source;    /* `most_held` rows of S and of sources for counts.h; or null */
     int64_t first_step;                  /* backward steps stop there */
+    int64_t logs_step, with_x, float32;  /* float32: x and logs are floats although `real` is double */
     int64_t x_step, row, entries_step, message_step, filtered_step, gradient_step, outer_step;
     int64_t held_step, held, most_held;
     real high;                           /* largest matrix entry that a gradient was written for */

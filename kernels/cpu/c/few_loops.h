@@ -4,6 +4,7 @@
 
    The scale F multiplies the next step's sums, so that their products need not wait for it. `narrow`: the sequence has
    fewer than ROW states; entries beyond them are read and then masked. */
+#include "doubles.h"
 #include "few.h"
 #include "flush.h"
 #include "scale.h"
@@ -28,9 +29,30 @@ INLINE void write(const int narrow, int64_t c, reals row, real *to) {
     }
 }
 
+/* The row of a step of x. Where logarithms are written, x may be floats and run backwards: only c entries are read. */
+INLINE reals read_x(const int narrow, int64_t c, const Few *l, int64_t step) {
+    const real *from = l->x + step * l->x_step;
+    if (!l->logs) return read(narrow, c, from, -INFINITE);
+    reals row = splat(-INFINITE);
+    if (l->float32) {
+        const float *x = (const float *)l->x + step * l->x_step;
+        UNROLL for (int j = 0; j < LANES; j++) if (!narrow || j < c) row[j] = (real)x[j];
+    } else UNROLL for (int j = 0; j < LANES; j++) if (!narrow || j < c) row[j] = from[j];
+    return row;
+}
+
+/* Log sums U of a step, which are 2^exponent e^taken times `sums`, plus x. */
+INLINE void write_logs(const Few *l, int64_t step, reals sums, reals x, Sum taken, int64_t exponent) {
+    real row[LANES], emission[LANES];
+    int64_t at = step * l->logs_step;
+    store(row, sums), store(emission, x);
+    write_logarithms(l->c, (int)l->float32, row, taken, exponent, l->with_x ? emission : 0,
+                     l->float32 ? (void *)((float *)l->logs + at) : l->logs + at);
+}
+
 /* Emissions exp(x - max x), max x as `shift`, and whether one was raised. */
-INLINE reals emissions(const int narrow, int64_t c, const real *x, real *shift, int *raised) {
-    reals row = read(narrow, c, x, -INFINITE), top = row;
+INLINE reals emissions(reals row, real *shift, int *raised) {
+    reals top = row;
     REDUCE(top, larger);
     top = where(top == -INFINITE, (reals){0}, top);
     reals a = row - top;
@@ -107,6 +129,17 @@ INLINE reals to_top(naturals most) {
     return (reals)(((naturals){0} + ((natural)(TOP + 2 * BIAS - 1) << FRACTION)) - exponent);
 }
 
+/* What has been taken out of S after some steps: logarithms, to which those of the matrices are added, and powers of two,
+   from the sum of the biased exponents of the largest sums U. */
+INLINE Sum shift_after(const Few *l, Sum shift, int64_t steps) {
+    double high = (float)l->matrix_shift; /* few bits: its product with `steps` is exact */
+    add(&shift, high * (double)steps), add(&shift, (l->matrix_shift - high) * (double)steps);
+    return shift;
+}
+INLINE int64_t exponent_after(const Few *l, int64_t exponents, int64_t steps) {
+    return l->exponent + exponents - steps * (BIAS - 1 + TOP - l->matrix_exponent);
+}
+
 INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, int64_t step, int64_t stop) {
     const Few of = *arguments, *l = &of; /* a copy that no store can alias */
     const Bounds bounds = bounds_of(narrow, l);
@@ -122,7 +155,12 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
         real top;
         naturals limit = !one && raised ? least_after_raised(narrow, l, entries) : bounds.least[raised];
         if (!all_pass(narrow, c, bounds.taken, limit, &sums, &most)) break;
-        state = sums * emissions(narrow, c, l->x + step * l->x_step, &top, &raised), factor = to_top(most);
+        reals x = read_x(narrow, c, l, step);
+        if (l->logs) {
+            Sum taken = shift_after(l, shift, step + 1 - begin);
+            write_logs(l, step, sums, x, taken, exponent_after(l, exponents, step - begin) + l->matrix_exponent);
+        }
+        state = sums * emissions(x, &top, &raised), factor = to_top(most);
         if (l->messages) write(narrow, c, state * factor, l->messages + step * l->message_step);
         if (l->filtered) {
             reals message = state * factor, sum = splat(total(message));
@@ -131,12 +169,9 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
         add(&shift, top);
         exponents += most[0] >> FRACTION;
     }
-    int64_t steps = step - begin;
-    double high = (float)l->matrix_shift; /* few bits: its product with `steps` is exact */
-    add(&shift, high * (double)steps), add(&shift, (l->matrix_shift - high) * (double)steps);
     store(arguments->state, state * factor);
-    arguments->exponent += exponents - steps * (BIAS - 1 + TOP - l->matrix_exponent);
-    arguments->shift = shift, arguments->raised = raised;
+    arguments->exponent = exponent_after(l, exponents, step - begin);
+    arguments->shift = shift_after(l, shift, step - begin), arguments->raised = raised;
     return step;
 }
 
@@ -170,7 +205,7 @@ INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, i
         real top;
         int raised;
         if (!one) PREFETCH(entries - LATER * l->entries_step, l->row, 0);
-        reals source = backward * emissions(narrow, c, l->x + step * l->x_step, &top, &raised);
+        reals source = backward * emissions(read_x(narrow, c, l, step), &top, &raised);
         reals sums = one ? times(LANES, c, source, entries, LANES)
                          : times_transposed(narrow, c, source, entries, l->row);
         naturals most;

@@ -98,20 +98,6 @@ INLINE real *logarithms_at(const Chain *a, real *rows, int64_t set, int64_t q, i
     return is_float32(a) ? (real *)((float *)rows + offset) : rows + offset;
 }
 
-/* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null. */
-static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, const real *x, real *out) {
-    add_exponent(&taken, exponent + TOP);
-    doubles scale = splat_wide(taken.sum), rest = splat_wide(taken.error == taken.error ? taken.error : 0);
-    for (int64_t j = 0; j < a->states; j += WIDE) {
-        doubles logs = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP);
-        doubles emission = x ? read_wide(x + j, 1, a->states - j, 0) : splat_wide(0);
-        doubles sum = scale + emission; /* either may be large, and their sum small */
-        logs = sum + (logs + rounding_errors(scale, emission, sum) + rest);
-        if (is_float32(a)) write_float32((float *)out + j, logs, a->states - j);
-        else write_wide(out + j, logs, a->states - j);
-    }
-}
-
 /* Messages over their sums, and 0 after a sequence's end. */
 static void write_filtered(const Walk *w, int64_t count, int64_t step) {
     const Chain *a = w->a;
@@ -157,10 +143,10 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
         if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
         if (step > 0) *taken += w->matrix.exponent;
         if (a->log_backward)
-            write_logarithms(a, sums + r * w->width, *shift, *taken, 0,
+            write_logarithms(a->states, is_float32(a), sums + r * w->width, *shift, *taken, 0,
                              logarithms_at(a, a->log_backward, w->set, q, step));
         if (a->log_forward)
-            write_logarithms(a, sums + r * w->width, *shift, *taken, x[r],
+            write_logarithms(a->states, is_float32(a), sums + r * w->width, *shift, *taken, x[r],
                              logarithms_at(a, a->log_forward, w->set, q, step));
         add(shift, weighed.shift[r]);
         *taken += exponent - TOP;
@@ -230,10 +216,11 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
 static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
-    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = unpadded_rows(c, a->x_step);
+    real *logs = a->log_forward ? a->log_forward : a->log_backward;
+    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = logs ? 0 : unpadded_rows(c, a->x_step);
     int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk_step);
     int64_t for_messages = a->messages ? unpadded_rows(c, row) : 0;
-    if (is_float32(a) || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
+    if (!one && (is_float32(a) || logs || a->logarithms || a->bulk_to != 1)) return 0;
     if (one) rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? least_unchanged(m->high) : TRUSTED;
@@ -245,6 +232,11 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
                /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
+    if (logs) {
+        l->logs = logarithms_at(a, logs, w->set, q, 0), l->logs_step = a->grad_step;
+        l->with_x = a->log_forward != 0, l->float32 = is_float32(a);
+        if (l->float32) l->x = (const real *)(float32_of(a->x, x_at(a, w->set, q, 1)) - a->x_step);
+    }
     for (int64_t k = 0; k < row_of(c) && one; k++)
         for (int64_t j = 0; j < row_of(c); j++)
             padded[k * row_of(c) + j] = k < c && j < c ? m->entries[transposed ? j * m->row + k : k * m->row + j] : 0;
