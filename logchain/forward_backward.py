@@ -58,10 +58,10 @@ def forward_backward(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
-    Cost: `2 v c^2` multiply-adds a sequence in float64, an exponential and a logarithm for each entry of a message, in
-    `2 v` dependent steps, or `v` where a CPU has a thread for each direction; slower, in numbers with an exponent of
-    any size, where something may underflow or sequences have lengths. Each entry is as exact as a log-partition,
-    however far below the others. Memory: the results, and on other devices than a CPU the messages in float64.
+    Cost: `2 v c^2` multiply-adds a sequence, an exponential and a logarithm for each entry of a message, in `2 v`
+    dependent steps, or `v` where a CPU has a thread for each direction; slower, in numbers with an exponent of any
+    size, where something may underflow or sequences have lengths. Each entry is as exact as a log-partition, however
+    far below the others. Memory: the results, and on other devices than a CPU the messages in float64.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.forward_backward`.

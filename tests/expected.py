@@ -161,8 +161,8 @@ class Expected:
             exact = getattr(reference.forward_backward(*numbers(self.chain), **self._options), name)
         below = exact.max(-1, keepdims=True) - np.where(np.isfinite(exact), exact, np.inf)
         deep = max(0.0, below.max(initial=0.0, where=np.isfinite(below)))
-        v, c = self.chain.x.shape[-2:]
-        assert_values(found, exact, ulp(exact, self.truth.dtype) + of_steps(v, c, deep, dtype=F64))
+        (v, c), dtype = self.chain.x.shape[-2:], self.truth.dtype
+        assert_values(found, exact, ulp(exact, dtype) + of_steps(v, c, deep, dtype=dtype, k=self.k))
 
 
 def assert_posteriors(found: torch.Tensor, exact: np.ndarray, reach: np.ndarray, bound: np.ndarray) -> None:

@@ -212,5 +212,5 @@ def test_messages_of_few_states_and_of_weights_far_from_one(c, dtype):
         finite = np.isfinite(truth)
         np.testing.assert_array_equal(np.isfinite(part.numpy()), finite)
         rounded = 50 * np.spacing(np.abs(truth[finite]).max())  # as the definition adds logarithms
-        bound = rounded + value_bound(truth, 50, c, 60, dtype=F64) + value_bound(truth, 0, c, dtype=dtype)
+        bound = rounded + value_bound(truth, 50, c, 60, dtype=dtype)
         assert (np.abs(part.double().numpy()[finite] - truth[finite]) <= bound[finite]).all()

@@ -27,9 +27,7 @@ _GRADIENTS = (
     " *means *second"
 )
 _MESSAGES = "*value *grad_p0_real grad_p0_set grad_p0_member *log_forward *log_backward by_log"
-_STRETCH = (
-    "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered float32"
-)
+_STRETCH = "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 

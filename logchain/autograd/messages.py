@@ -30,7 +30,7 @@ def messages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
-    All are computed in float64, and of the dtype of the arithmetic.
+    All have the dtype of the arithmetic; on other devices than a CPU, that is done in float64.
     """
     ahead, behind, log_norm = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
     return ahead, behind, log_norm

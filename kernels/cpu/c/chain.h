@@ -51,7 +51,6 @@ typedef struct Chain {
     const double *entering_double;  /* (g, m, c): `entering` in float64, see stretch.h */
     double *log_norm_error;         /* (g, m) or null: the rounding error of log_norm */
     operand *filtered;              /* (v, g, m, c) or null: forward messages with sum 1, with the strides of grad_x */
-    int64_t float32;                /* operands and log messages are float32 although `real` is double */
     int64_t *paths;                 /* (ranks, g, m, path_steps), packed (ranks, rows): states of paths, -1 for none. On
                                        entry of `sample` they are the float64 numbers of sample.h, and of `viterbi_backward`
                                        the last of each sequence is the state it ends in, or negative for any */

@@ -29,15 +29,11 @@ INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double fi
     return a;
 }
 /* Stores the first `left` lanes. */
-#define WRITE(name, type)                                                            \
-    INLINE void name(type *to, doubles a, int64_t left) {                            \
-        typedef type Written __attribute__((vector_size(WIDE * sizeof(type))));      \
-        Written written = __builtin_convertvector(a, Written);                       \
-        if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);            \
-        else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l]; \
-    }
-WRITE(write_wide, real)
-WRITE(write_float32, float) /* also where `real` is double */
+INLINE void write_wide(real *to, doubles a, int64_t left) {
+    Part written = __builtin_convertvector(a, Part);
+    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
+    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
+}
 
 /* The rounding errors of sums a + b; 0 where a sum is not finite. */
 INLINE doubles rounding_errors(doubles a, doubles b, doubles sum) {
@@ -75,17 +71,14 @@ INLINE doubles logarithm_of(doubles m, double less) {
     return choose(m > 0, finite_logarithm_of(m, less), choose(m == 0, splat_wide(-__builtin_inf()), m));
 }
 
-/* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null, as floats or as `real`. */
-INLINE void write_logarithms(int64_t c, int float32, const real *row, Sum taken, int64_t exponent, const real *x,
-                             void *out) {
+/* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null. */
+INLINE void write_logarithms(int64_t c, const real *row, Sum taken, int64_t exponent, const real *x, real *out) {
     add_exponent(&taken, exponent + TOP);
     doubles scale = splat_wide(taken.sum), rest = splat_wide(taken.error == taken.error ? taken.error : 0);
     for (int64_t j = 0; j < c; j += WIDE) {
         doubles emission = x ? read_wide(x + j, 1, c - j, 0) : splat_wide(0);
         doubles sum = scale + emission; /* either may be large, and their sum small */
         doubles logs = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP);
-        logs = sum + (logs + rounding_errors(scale, emission, sum) + rest);
-        if (float32) write_float32((float *)out + j, logs, c - j);
-        else write_wide((real *)out + j, logs, c - j);
+        write_wide(out + j, sum + (logs + rounding_errors(scale, emission, sum) + rest), c - j);
     }
 }

@@ -21,7 +21,7 @@ typedef struct {
     real *outer;                         /* gradient of the matrix into step 1, or null */
     real *held_forward, *held_source;    /* `most_held` rows of S and of sources for counts.h; or null */
     int64_t first_step;                  /* backward steps stop there */
-    int64_t logs_step, with_x, float32;  /* float32: x and logs are floats although `real` is double */
+    int64_t logs_step, with_x;
     int64_t x_step, row, entries_step, message_step, filtered_step, gradient_step, outer_step;
     int64_t held_step, held, most_held;
     real high;                           /* largest matrix entry that a gradient was written for */

@@ -29,25 +29,20 @@ INLINE void write(const int narrow, int64_t c, reals row, real *to) {
     }
 }
 
-/* The row of a step of x. Where logarithms are written, x may be floats and run backwards: only c entries are read. */
+/* The row of a step of x. Where logarithms are written, x may run backwards: only c entries are read. */
 INLINE reals read_x(const int narrow, int64_t c, const Few *l, int64_t step) {
     const real *from = l->x + step * l->x_step;
-    if (!l->logs) return read(narrow, c, from, -INFINITE);
+    if (!l->logs || !narrow) return read(narrow, c, from, -INFINITE);
     reals row = splat(-INFINITE);
-    if (l->float32) {
-        const float *x = (const float *)l->x + step * l->x_step;
-        UNROLL for (int j = 0; j < LANES; j++) if (!narrow || j < c) row[j] = (real)x[j];
-    } else UNROLL for (int j = 0; j < LANES; j++) if (!narrow || j < c) row[j] = from[j];
+    UNROLL for (int j = 0; j < LANES; j++) if (j < c) row[j] = from[j];
     return row;
 }
 
 /* Log sums U of a step, which are 2^exponent e^taken times `sums`, plus x. */
 INLINE void write_logs(const Few *l, int64_t step, reals sums, reals x, Sum taken, int64_t exponent) {
     real row[LANES], emission[LANES];
-    int64_t at = step * l->logs_step;
     store(row, sums), store(emission, x);
-    write_logarithms(l->c, (int)l->float32, row, taken, exponent, l->with_x ? emission : 0,
-                     l->float32 ? (void *)((float *)l->logs + at) : l->logs + at);
+    write_logarithms(l->c, row, taken, exponent, l->with_x ? emission : 0, l->logs + step * l->logs_step);
 }
 
 /* Emissions exp(x - max x), max x as `shift`, and whether one was raised. */

@@ -64,13 +64,11 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 /* Pointers to the rows of x of `rows` places, copied where they need padding or conversion. */
 INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
     const Chain *a = w->a;
-    int float32 = is_float32(a);
     for (int64_t r = 0; r < rows; r++) {
         const real *x = x_at(a, w->set, sequence_of(w, place + r), step);
         real *to = w->padded_x + r * w->width;
-        if (float32) widen_float32(a->states, w->width, float32_of(a->x, x), 1, -INFINITE, to);
-        else if (a->states < LANES) widen(a->states, w->width, x, 1, -INFINITE, to);
-        out[r] = float32 || a->states < LANES ? to : x;
+        if (a->states < LANES) widen(a->states, w->width, x, 1, -INFINITE, to);
+        out[r] = a->states < LANES ? to : x;
     }
 }
 
@@ -80,7 +78,7 @@ INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, 
 INLINE void fetch_x(const Walk *w, int64_t place, int64_t step) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place);
-    if (w->count > 1 && !is_float32(a) && step < steps_of(a, q)) fetch_row(a->states, x_at(a, w->set, q, step));
+    if (w->count > 1 && step < steps_of(a, q)) fetch_row(a->states, x_at(a, w->set, q, step));
 }
 
 /* log(U E) of a last step, with U times 2^-exponent: from U and x, for U E itself may underflow. */
@@ -92,11 +90,8 @@ static void write_leaving(const Chain *a, int64_t q, const real *sums, const rea
     }
 }
 
-/* The row of a step in an array of log messages, which has the strides of grad_x. */
-INLINE real *logarithms_at(const Chain *a, real *rows, int64_t set, int64_t q, int64_t step) {
-    int64_t offset = gradient_offset(a, set, q, step);
-    return is_float32(a) ? (real *)((float *)rows + offset) : rows + offset;
-}
+/* The log messages that a pass writes, those of one direction; or null. */
+INLINE real *logs_of(const Chain *a) { return a->log_forward ? a->log_forward : a->log_backward; }
 
 /* Messages over their sums, and 0 after a sequence's end. */
 static void write_filtered(const Walk *w, int64_t count, int64_t step) {
@@ -142,12 +137,8 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
         int64_t *taken = &w->exponents[place + r];
         if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
         if (step > 0) *taken += w->matrix.exponent;
-        if (a->log_backward)
-            write_logarithms(a->states, is_float32(a), sums + r * w->width, *shift, *taken, 0,
-                             logarithms_at(a, a->log_backward, w->set, q, step));
-        if (a->log_forward)
-            write_logarithms(a->states, is_float32(a), sums + r * w->width, *shift, *taken, x[r],
-                             logarithms_at(a, a->log_forward, w->set, q, step));
+        real *logs = row_or_null(a, logs_of(a), w->set, q, step);
+        if (logs) write_logarithms(a->states, sums + r * w->width, *shift, *taken, a->log_forward ? x[r] : 0, logs);
         add(shift, weighed.shift[r]);
         *taken += exponent - TOP;
         w->raised[place + r] = weighed.raised[r] != 0;
@@ -198,10 +189,7 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
     for (int64_t place = 0; place < count; place++) {
         int64_t q = sequence_of(w, place);
         const real *p0 = p0_at(a, q);
-        if (p0 != before && is_float32(a)) {
-            widen_float32(a->states, a->states, float32_of(a->p0, p0), a->p0_state, 0, w->sums);
-            lossy = start_row(a->states, w->width, w->sums, 1, (int)a->logarithms, w->initial, &exponent, &shift);
-        } else if (p0 != before)
+        if (p0 != before)
             lossy = start_row(a->states, w->width, p0, a->p0_state, (int)a->logarithms, w->initial, &exponent, &shift);
         before = p0;
         a->lossy[q] = (uint8_t)lossy;
@@ -216,11 +204,11 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
 static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
-    real *logs = a->log_forward ? a->log_forward : a->log_backward;
+    real *logs = logs_of(a);
     int64_t row = a->starts ? c : a->sets * a->members * c, for_x = logs ? 0 : unpadded_rows(c, a->x_step);
     int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk_step);
     int64_t for_messages = a->messages ? unpadded_rows(c, row) : 0;
-    if (!one && (is_float32(a) || logs || a->logarithms || a->bulk_to != 1)) return 0;
+    if (!one && (logs || a->logarithms || a->bulk_to != 1)) return 0;
     if (one) rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? least_unchanged(m->high) : TRUSTED;
@@ -232,11 +220,7 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
                /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
-    if (logs) {
-        l->logs = logarithms_at(a, logs, w->set, q, 0), l->logs_step = a->grad_step;
-        l->with_x = a->log_forward != 0, l->float32 = is_float32(a);
-        if (l->float32) l->x = (const real *)(float32_of(a->x, x_at(a, w->set, q, 1)) - a->x_step);
-    }
+    if (logs) l->logs = row_or_null(a, logs, w->set, q, 0), l->logs_step = a->grad_step, l->with_x = a->log_forward != 0;
     for (int64_t k = 0; k < row_of(c) && one; k++)
         for (int64_t j = 0; j < row_of(c); j++)
             padded[k * row_of(c) + j] = k < c && j < c ? m->entries[transposed ? j * m->row + k : k * m->row + j] : 0;

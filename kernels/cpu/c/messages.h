@@ -3,22 +3,21 @@
        log_forward_i = log a_i + scales      a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        log_backward_{i-1} = log b_{i-1} + scales      b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   by the loops of forward.h in float64, and by exact scans for lossy sequences, and for all with `ends` or
-   `starts`. Backward messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
+   by the loops of forward.h, and by exact scans for lossy sequences, and for all with `ends` or `starts`. Backward
+   messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
 #pragma once
 #include "backward.h"
 
-/* Forward passes in float64 over the chain and over the reversed one, of sequences that all have v steps: they write
-   their log messages, log Z and `lossy`. */
-int64_t logchain_forward64(const Chain *);
+/* The chain and the reversed one, of sequences that all have v steps: forward passes over them write their log messages,
+   log Z and `lossy`. */
 static Chain onward(Chain a) {
-    a.messages = 0, a.float32 = BITS == 32, a.log_backward = 0;
+    a.messages = 0, a.log_backward = 0;
     return a;
 }
 static Chain reversed(Chain a) {
     static const real one = 1, none = 0;
     int64_t last = a.steps - 1, from = a.bulk_from;
-    a.messages = 0, a.float32 = BITS == 32, a.log_forward = 0;
+    a.messages = 0, a.log_forward = 0;
     a.x += last * a.x_step, a.x_step = -a.x_step;
     a.log_backward += last * a.grad_step, a.grad_step = -a.grad_step;
     a.bulk_from = a.bulk_to, a.bulk_to = from;
@@ -30,7 +29,7 @@ static Chain reversed(Chain a) {
 /* The messages of one direction, that for which there is memory. The number of lossy sequences. */
 EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
     Chain chain = a->log_forward ? onward(*a) : reversed(*a);
-    return logchain_forward64(&chain);
+    return EXPORTED(logchain_forward)(&chain);
 }
 
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
@@ -43,11 +42,12 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     if (!a->log_norm) forward.log_norm = log_norm;
     Chain ahead = onward(forward), behind = reversed(forward);
     behind.log_norm = unused, behind.lossy = lossy_backward;
-    if (!a->room) return room.bytes + larger_of(logchain_forward64(&ahead), EXPORTED(logchain_redo_messages)(&forward));
+    if (!a->room)
+        return room.bytes + larger_of(EXPORTED(logchain_forward)(&ahead), EXPORTED(logchain_redo_messages)(&forward));
     for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
     if (!a->ends && !a->starts) {
-        logchain_forward64(&ahead);
-        logchain_forward64(&behind);
+        EXPORTED(logchain_forward)(&ahead);
+        EXPORTED(logchain_forward)(&behind);
         for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
     }
     EXPORTED(logchain_redo_messages)(&forward);

@@ -142,33 +142,18 @@ static int rescale(Matrix *a) {
     return 1;
 }
 
-/* Loops in float64 on float32 operands: whether they are, and the address of an operand's entry. */
-INLINE int is_float32(const Chain *a) { return BITS == 64 && a->float32; }
-INLINE const float *float32_of(const real *operand, const real *from) {
-    return (const float *)operand + (from - operand);
-}
-INLINE void widen_float32(int64_t c, int64_t width, const float *from, int64_t step, real fill, real *to) {
-    if (step == 1) for (int64_t j = 0; j < c; j++) to[j] = (real)from[j];
-    else for (int64_t j = 0; j < c; j++) to[j] = (real)from[j * step];
-    for (int64_t j = c; j < width; j++) to[j] = fill;
-}
-
 /* The matrix into `step`, ready for products: in place where it is linear with contiguous rows, otherwise a copy. */
 static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t c = a->states;
     out->exponent = out->has_high = out->has_low = 0, out->shift = 0;
-    if (!a->logarithms && !is_float32(a) && out->width == c && (a->bulk_to == 1 || c == 1)) {
+    if (!a->logarithms && out->width == c && (a->bulk_to == 1 || c == 1)) {
         out->entries = from, out->row = a->bulk_from;
         return;
     }
     out->entries = out->room, out->row = out->width;
     real fill = a->logarithms ? -INFINITE : 0;
-    if (is_float32(a))
-        for (int64_t k = 0; k < c; k++)
-            widen_float32(c, out->width, float32_of(a->bulk, from + k * a->bulk_from), a->bulk_to, fill,
-                          out->room + k * out->width);
-    else if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
+    if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
     else for (int64_t k = 0; k < c; k++)
         widen(c, out->width, from + k * a->bulk_from, a->bulk_to, fill, out->room + k * out->width);
     if (!a->logarithms) return;
