@@ -128,6 +128,11 @@ def stretches() -> ModuleType:
     return load("cpu.stretch")
 
 
+def cached(key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` has returned for a key, see `kernels.cpu.template`."""
+    return load("cpu.template").cached(key, make)
+
+
 def path_kernels(tensor: Tensor) -> ModuleType:
     """The module of `paths`, the best path of a chain, see `kernels.plain.viterbi`."""
     return _module("path", tensor)

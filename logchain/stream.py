@@ -16,7 +16,7 @@ from .streams.lag import passed, smoothed
 from .streams.paths import Survivors, extended, first_states, settled
 from .streams.piece import in_logs, log_norm
 from .streams.state import State
-from .streams.stretch import Calls
+from .streams.stretch import plain_stretch
 from .transitions import Transition
 from .transitions.dense import Dense
 
@@ -114,7 +114,6 @@ class Stream:
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
-        self._calls = Calls()
 
     @property
     def log_norm(self) -> Tensor:
@@ -150,9 +149,9 @@ class Stream:
             state -1 from the first variable that had not been returned before. All results but the states can be
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
         """
-        repeated = self._repeated(x_piece, bulk_piece, lengths)
-        if repeated is not None:
-            return repeated
+        update = self._by_one_call(x_piece, bulk_piece, lengths)
+        if update is not None:
+            return update
         state, piece, ends = checked_piece(
             x_piece, bulk_piece, lengths, self._bulk, self._p0, self._state, self._log_params, self._viterbi
         )
@@ -163,7 +162,7 @@ class Stream:
         state = state._replace(double=state.double or is_double)
         logs = piece.logs() if self._lag or self._viterbi else None
         dtype = self._result_dtype(state) if self._filtered else None
-        message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None, self._calls)
+        message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None)
         state, ready, states = state.after(piece, message, ends), None, None
         if self._viterbi and logs is not None:
             with torch.no_grad():
@@ -174,8 +173,8 @@ class Stream:
             state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
-    def _repeated(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
-        """The results of `update` by one call of the C library, for a piece like the last ones; None for any other.
+    def _by_one_call(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
+        """The results of `update` by one call of the C library; None where that does not do.
 
         All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
         """
@@ -186,14 +185,16 @@ class Stream:
             return None
         if not isinstance(self._bulk, Dense) or not isinstance(x, Tensor) or not is_plain((x,)):
             return None
-        bulk = self._bulk.parameters[0]
-        repeated, message = self._calls.repeated(x, bulk), state.message
-        if repeated is None or self._result_dtype(state) != x.dtype or differentiated(x, bulk, self._p0, *message):
+        bulk, message = self._bulk.parameters[0], state.message
+        if self._result_dtype(state) != x.dtype or differentiated(x, bulk, self._p0, *message):
+            return None
+        plain = plain_stretch(x, bulk, self._p0, self._log_params, message.values)
+        if plain is None:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        after, log_norm, redone = repeated.forward(x, message, shares)
-        if redone:
-            report_chains(redone)
+        stretch, log_norm = plain[0], torch.empty_like(plain[1])
+        after, redone = stretch.forward((x, bulk, self._p0), message, shares=shares, value=log_norm)
+        report_chains(redone)
         self._state = state._replace(message=Message(*after))
         return StreamUpdate(log_norm, shares, None, None)
 
@@ -280,11 +281,6 @@ class Stream:
         if fields is not None and set(fields) != set(State._fields):
             raise ValueError("state: expected what state_dict() of a stream of this version has returned")
         self._state = None if fields is None else State.of_plain(fields)
-        self._calls = Calls()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy of a stream needs: all but addresses of memory."""
-        return {**self.__dict__, "_calls": Calls()}
 
     def _options(self) -> dict[str, Any]:
         options = dict(c=self._p0.shape[-1], log_params=self._log_params, lag=self._lag, viterbi=self._viterbi)

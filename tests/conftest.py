@@ -39,10 +39,10 @@ def seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known_of_short_calls() -> None:
-    """What is known of short calls holds for what a test has replaced, too."""
-    if short := sys.modules.get("logchain.kernels.cpu.short"):
-        short._known.clear()
+def no_templates() -> None:
+    """Templates of arguments depend on what a test has replaced, too."""
+    if template := sys.modules.get("logchain.kernels.cpu.template"):
+        template._templates.clear()
 
 
 @pytest.fixture(params=["interpreted"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])

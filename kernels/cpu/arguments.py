@@ -5,8 +5,9 @@ strides of x or p0.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -16,19 +17,8 @@ from ..chain import WORTH_A_THREAD, Chain
 from . import team
 from .library import in_large_pages, library
 
-_SIZES = "steps sets members states first last one_matrix logarithms"
-_OPERANDS = (
-    "*x x_step x_set x_member *x_at *bulk bulk_step bulk_set bulk_from bulk_to *bulk_at *p0 p0_set p0_member p0_state"
-    " *following"
-)
-_PLACES = "*ends *order *messages *log_norm *lossy *uncounted *room"
-_GRADIENTS = (
-    "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *count_at *counts *grad_p0"
-    " *means *second"
-)
-_MESSAGES = "*value *grad_p0_real grad_p0_set grad_p0_member *log_forward *log_backward by_log"
-_STRETCH = "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered"
-_PATHS = "*paths path_steps path_rank path_sequence ranks"
+# the most sequences whose offsets are held for further calls
+_FEW = 1024
 
 
 def fields(names: str) -> list[tuple[str, Any]]:
@@ -36,10 +26,64 @@ def fields(names: str) -> list[tuple[str, Any]]:
     return [(name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64) for name in names.split()]
 
 
-class Arguments(ctypes.Structure):
-    """`Chain` of c/chain.h, field by field."""
+class Rows(ctypes.Structure):
+    """`Rows` of c/chain.h."""
 
-    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_PATHS}")
+    _fields_ = fields("*data step *at")
+
+
+class Matrices(ctypes.Structure):
+    """`Matrices` of c/chain.h; `from_` and `to` are the strides of its two states."""
+
+    _fields_ = fields("*data step from_ to *at")
+
+
+class Paths(ctypes.Structure):
+    """`Paths` of c/chain.h."""
+
+    _fields_ = fields("*data rank ranks steps *at")
+
+
+class Outputs(ctypes.Structure):
+    """`Outputs` of c/chain.h."""
+
+    _fields_ = fields("*grad_x *log_forward *log_backward *filtered step *at")
+
+
+class Around(ctypes.Structure):
+    """`Around` of c/chain.h."""
+
+    _fields_ = fields(
+        "*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following"
+    )
+
+
+class Means(ctypes.Structure):
+    """`Means` of c/chain.h."""
+
+    _fields_ = fields("*data *less")
+
+
+class Arguments(ctypes.Structure):
+    """`Chain` of c/chain.h, field by field; those of `out` and `around` are also those of the whole."""
+
+    _anonymous_ = ("out", "around")
+    _fields_ = [
+        *fields("steps sets members states first last one_matrix logarithms by_log packed"),
+        ("x", Rows),
+        ("bulk", Matrices),
+        ("p0", Rows),
+        *fields("*ends *order"),
+        ("around", Around),
+        ("messages", Rows),
+        *fields("*log_norm *value *lossy *uncounted *room *weight"),
+        ("out", Outputs),
+        ("grad_bulk", Matrices),
+        *fields("*counts *grad_p0"),
+        ("grad_p0_real", Rows),
+        ("means", Means),
+        ("paths", Paths),
+    ]
 
 
 @cache
@@ -67,7 +111,7 @@ class Pointing:
     def point(self, **tensors: Tensor | None) -> None:
         """Set pointers to tensors; None is a null pointer."""
         for name, tensor in tensors.items():
-            setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
+            point(self.arguments, name, tensor)
         self._held.update(tensors)
 
     def set(self, **numbers: int) -> None:
@@ -76,11 +120,19 @@ class Pointing:
             setattr(self.arguments, name, number)
 
 
+def point(arguments: Any, name: str, tensor: Tensor | None) -> None:
+    """Set a pointer, or the data of an array with strides, to a tensor; None is a null pointer."""
+    field = getattr(arguments, name)
+    target, name = (field, "data") if isinstance(field, ctypes.Structure) else (arguments, name)
+    setattr(target, name, None if tensor is None else tensor.data_ptr())
+
+
 class Call(Pointing):
     """The arguments of a chain, with the tensors that they point to.
 
     A message that enters is treated as the x of an extra step 0, whose initial weights are all 1. `ends` (g, m) are the
     numbers of steps, and `order` (g, m) the members of each set, the longest first; None where all have v steps.
+    `constants` are what the arguments point to whatever values the operands have.
     """
 
     def __init__(self, chain: Chain, *, entered: bool = False) -> None:
@@ -88,18 +140,22 @@ class Call(Pointing):
         # the memory of a negative view holds other numbers
         x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (chain.x, chain.bulk, chain.p0))
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
-        if entered:
-            p0 = chain.new(1).fill_(float(not chain.log_params)).expand(g, m, c)
-        else:
-            p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
-        self.chain, self._held = chain, {"bulk": bulk, "p0": p0}
+        self.chain, self._held, self.constants = chain, {}, dict[str, Tensor]()
         self.arguments = a = Arguments(steps=chain.v + entered, sets=g, members=m, states=c)
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
-        a.bulk, a.p0 = bulk.data_ptr(), p0.data_ptr()
+        a.packed = chain.starts is not None
         self.rows("x", x)
+        self.point(x=x)
         self.matrices("bulk", bulk)
-        a.bulk_from, a.bulk_to = bulk.stride()[-2:]
-        a.p0_set, a.p0_member, a.p0_state = p0.stride()
+        if entered:  # one row for all, without offsets
+            self.constants["p0"] = chain.new(1).fill_(float(not chain.log_params))
+            self.point(p0=self.constants["p0"])
+        else:
+            self.point(p0=p0)
+            a.p0.step = p0.stride(-1)
+            self._at("p0", offsets(chain.lead, p0.expand(*chain.lead, c).stride()[:-1]))
+        a.messages.step = c if a.packed else g * m * c
+        self._at("messages", offsets((g * m,), (c,)) if chain.starts is None else chain.starts * c)
         self.ends: Tensor | None = None
         self.order: Tensor | None = None
         if chain.ends is not None:
@@ -108,34 +164,31 @@ class Call(Pointing):
             self.point(ends=self.ends, order=self.order)
 
     def rows(self, name: str, tensor: Tensor) -> None:
-        """Point `x` or `grad_x` to rows (v, *lead, c), each of which is contiguous; `name` is "x" or "grad"."""
-        chain = self.chain
-        pointer = name if name == "x" else f"{name}_x"
-        if chain.starts is not None:
-            self.point(**{pointer: tensor, "starts": chain.starts})
-            self.set(**{f"{name}_step": tensor.stride(0)})
-            return
-        try:
-            tensor = tensor.view(chain.v, chain.g, chain.m, chain.c)
-        except RuntimeError:
-            self.point(**{f"{name}_at": _places(tensor.shape[1:-1], tensor.stride()[1:-1])})
-        else:
-            self.set(**dict(zip((f"{name}_set", f"{name}_member"), tensor.stride()[1:], strict=False)))
-        self.point(**{pointer: tensor})
-        self.set(**{f"{name}_step": tensor.stride(0)})
+        """Set the strides of `x` or `out` to those of rows (v, *lead, c), each contiguous."""
+        starts, step = self.chain.starts, tensor.stride(0)
+        getattr(self.arguments, name).step = step
+        self._at(name, offsets(tensor.shape[1:-1], tensor.stride()[1:-1]) if starts is None else starts * step)
 
     def matrices(self, name: str, tensor: Tensor) -> None:
-        """Set the strides of `bulk`, or of its gradient `count`, to those of matrices (s, *own, c, c)."""
-        chain = self.chain
-        self.set(**{f"{name}_step": tensor.stride(0)})
-        if chain.starts is not None:  # matrix i leads into row i of x
-            if len(tensor) > 1:
-                self.point(**{f"{name}_at": (chain.starts + 1) * tensor.stride(0)})
-            return
-        try:
-            self.set(**{f"{name}_set": tensor.view(len(tensor), chain.g, *tensor.shape[-2:]).stride(1)})
-        except RuntimeError:
-            self.point(**{f"{name}_at": _places(tensor.shape[1:-2], tensor.stride()[1:-2])})
+        """Set `bulk`, or its gradient `grad_bulk`, to matrices (s, *own, c, c)."""
+        starts, field, one = self.chain.starts, getattr(self.arguments, name), len(tensor) == 1
+        field.step, (field.from_, field.to) = 0 if one else tensor.stride(0), tensor.stride()[-2:]
+        if starts is None or one:
+            self._at(name, offsets(tensor.shape[1:-2], tensor.stride()[1:-2]))
+        else:  # matrix i leads into row i of x
+            self._at(name, (starts + 1) * tensor.stride(0))
+        self.point(**{name: tensor})
+
+    def paths(self, states: Tensor, ranks: int, steps: int, *, rank: int, sequence: int) -> None:
+        """Set `paths` to states of so many paths and steps; `rank` and `sequence` are strides."""
+        starts, field = self.chain.starts, self.arguments.paths
+        field.ranks, field.rank, field.steps = ranks, rank, steps
+        self._at("paths", offsets((self.chain.g * self.chain.m,), (sequence,)) if starts is None else starts)
+        self.point(paths=states)
+
+    def _at(self, name: str, at: Tensor) -> None:
+        getattr(self.arguments, name).at = at.data_ptr()
+        self.constants[f"{name}.at"] = at
 
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The first sequence of each thread and the one after its last, at most `most` threads, or of whole sets."""
@@ -152,8 +205,14 @@ class Call(Pointing):
         return run(self.arguments, self.chain.dtype, name, spans, each)
 
 
-def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The offsets of all entries of axes that cannot be flattened without a copy, in order."""
+def offsets(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The offsets of all entries of some axes, in order, int64; to be read only."""
+    make = _offsets if math.prod(sizes) <= _FEW else _offsets.__wrapped__
+    return make(tuple(sizes), tuple(strides))
+
+
+@lru_cache(maxsize=1024)
+def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(sizes, strides, strict=True):
         places = places[..., None] + torch.arange(size, device="cpu") * stride
@@ -185,7 +244,7 @@ def copies(arguments: Any, spans: Sequence[tuple[int, int]], each: Sequence[dict
     for index, (copy, span) in enumerate(zip(array, spans, strict=True)):
         copy.first, copy.last = span
         for field, tensor in each[index].items() if each else ():
-            setattr(copy, field, tensor.data_ptr())
+            point(copy, field, tensor)
     return array
 
 

@@ -36,7 +36,8 @@ def backward(
     if grad_x is not None:  # written in place, or in a copy of another dtype or with contiguous states
         plain = grad_x.dtype == chain.dtype and (grad_x.stride(-1) == 1 or c == 1)
         written = in_large_pages(grad_x) if plain else chain.new(*grad_x.shape)
-        call.rows("grad", written)
+        call.rows("out", written)
+        call.point(grad_x=written)
     spans, counts = _counts(call, grad_bulk)
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
     begun = [counts[i % len(counts)] for i in range(len(spans))] if counts else []
@@ -71,5 +72,5 @@ def _counts(call: Call, grad_bulk: Tensor | None) -> tuple[list[tuple[int, int]]
         copies = len(spans)
     if one:
         return spans, [torch.zeros(g, c, c, dtype=torch.float64, device="cpu") for _ in range(copies)]
-    call.matrices("count", in_large_pages(grad_bulk))
+    call.matrices("grad_bulk", in_large_pages(grad_bulk))
     return spans, [grad_bulk, *(torch.empty_like(grad_bulk) for _ in range(1, copies))]

@@ -26,11 +26,14 @@ def means(chains: Sequence[Chain], counts: Tensor | None) -> tuple[Tensor, Tenso
     call, second = Call(p), [Call(replace(chain, dtype=p.dtype)) for chain in others]
     call.point(log_norm=log_norm, means=mean, weight=torch.ones_like(mean), messages=messages)
     call.point(lossy=lossy, uncounted=uncounted)
-    call.rows("grad", states)
+    call.rows("out", states)
+    call.point(grad_x=states)
     if counts is not None:
-        call.matrices("count", counts)
-        counts = counts if counts.numel() else counts.new_zeros(1)  # a null pointer asks for no counts
-        call.point(**{"counts" if len(counts) == 1 else "grad_bulk": counts})
-    call.arguments.second = ctypes.addressof(second[0].arguments) if second else None
+        if len(counts) == 1:
+            call.point(counts=counts)
+        else:
+            call.matrices("grad_bulk", counts)
+            call.point(grad_bulk=counts if counts.numel() else counts.new_zeros(1))  # null asks for no counts
+    call.arguments.means.less = ctypes.addressof(second[0].arguments) if second else None
     call.run("means", call.spans())
     return log_norm, mean, lossy == 1  # forward

@@ -17,11 +17,12 @@ def forward(
     lossy = torch.zeros(g, m, dtype=torch.bool, device="cpu")
     values = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu") if leave else None
     call = Call(chain, entered=entering is not None)
-    call.point(messages=keep, log_norm=scale[0], log_norm_error=scale[1], lossy=lossy, leaving=values)
+    call.point(messages=keep, log_norm=scale[0], lossy=lossy)
+    call.point(leaving=values, log_norm_error=scale[1])
     if entering is not None:
         before = entering.scale.expand(2, g, m).contiguous()
-        call.point(entering=entering.values.to(chain.dtype).contiguous())
-        call.point(entering_log_norm=before[0], entering_error=before[1])
+        values_before = entering.values.to(chain.dtype).contiguous()
+        call.point(entering=values_before, entering_log_norm=before[0], entering_error=before[1])
     call.run("value", call.spans())
     kept = Kept(scale[0], chain.new(0) if keep is None else keep, lossy, entering is not None)
     if values is None:

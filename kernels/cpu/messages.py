@@ -15,7 +15,7 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     """
     log_norm, unused = (torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu") for _ in range(2))
     call = Call(chain)
-    call.rows("grad", in_large_pages(forward))
+    call.rows("out", in_large_pages(forward))
     in_large_pages(backward)
     spans = call.spans()
     idle = chain.ends is None and has_idle_threads(torch.get_num_threads(), chain.g * chain.m, chain.v, chain.c)

@@ -21,12 +21,10 @@ def best_paths(chain: Chain, steps: int, name: str, ranks: int) -> tuple[Tensor,
     call = Call(chain)
     if chain.starts is None:
         states = torch.empty(g, m, ranks, steps, dtype=torch.int64, device="cpu")
-        call.set(path_rank=steps, path_sequence=ranks * steps)
     else:
         states = torch.empty(ranks, steps, dtype=torch.int64, device="cpu")
-        call.set(path_rank=steps)
-    call.point(paths=states, lossy=unknown)
-    call.set(path_steps=steps, ranks=ranks)
+    call.point(lossy=unknown)
+    call.paths(states, ranks, steps, rank=steps, sequence=ranks * steps)
     call.run(name, call.spans())
     return states, unknown.view(torch.bool)
 
@@ -46,8 +44,9 @@ class Messages:
         self._kept = in_large_pages(
             chain.new(chain.v + entered, g * m, max(chain.c, function("narrowest", chain.dtype)()))
         )
-        call.point(entering=None if entering is None else entering.to(chain.dtype).contiguous())
-        call.point(messages=self._kept, leaving=self.leaving, lossy=self._lossy)
+        before = None if entering is None else entering.to(chain.dtype).contiguous()
+        call.point(entering=before, leaving=self.leaving)
+        call.point(messages=self._kept, lossy=self._lossy)
         call.run("viterbi_forward", call.spans())
 
     @property
@@ -62,8 +61,8 @@ class Messages:
         end, and everywhere if it is unknown or there is no path.
         """
         call, steps = self._call, states.shape[-1]
-        call.point(paths=states)
-        call.set(steps=steps, path_steps=steps, path_rank=steps, path_sequence=steps)
+        call.paths(states, 1, steps, rank=steps, sequence=steps)
+        call.set(steps=steps)
         if call.ends is not None:
             ends, each = call.ends.clamp(max=steps), states.flatten(0, 1)
             each[torch.arange(len(each), device="cpu"), ends.flatten() - 1] = each[:, -1].clone()

@@ -29,7 +29,7 @@ _BLOCK = 2**19
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
 def filtered(
-    piece: Piece, entering: Message, dtype: torch.dtype | None, logs: Piece | None, calls: stretch.Calls
+    piece: Piece, entering: Message, dtype: torch.dtype | None, logs: Piece | None
 ) -> tuple[Message, Tensor | None, Tensor | None]:
     """The message with sum 1 that leaves a piece, posteriors if there is a `dtype`, messages if there are `logs` of it.
 
@@ -45,7 +45,7 @@ def filtered(
     if x.numel() == 0:
         return entering, posteriors, messages
     with kernels.arithmetic_on(x):
-        leaving = _by_kernels(piece, entering, posteriors, messages, calls)
+        leaving = _by_kernels(piece, entering, posteriors, messages)
     return leaving, posteriors, messages if logs is None else _recovered(logs, entering.values, messages)
 
 
@@ -75,9 +75,7 @@ def _by_scan(
     return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
 
 
-def _by_kernels(
-    piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None, calls: stretch.Calls
-) -> Message:
+def _by_kernels(piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None) -> Message:
     """The message that leaves a dense piece; posteriors and messages are written where there is memory for them."""
     x, k, first, message = piece.x, piece.x.shape[-2], 0, entering
     if piece.starting is None:  # some start and others go on: the first step is computed apart
@@ -86,16 +84,14 @@ def _by_kernels(
         for into, value in zip((posteriors, messages), values, strict=True):
             if into is not None and value is not None:
                 into[..., :1, :] = value
-    size, own = k, Layout.of(x, piece.bulk).own
-    # the C loops read a piece where it lies if batch axes with separate matrices come first
-    in_place = kernels.in_c(x) and own == tuple(range(len(own)))
+    size, in_place = k, kernels.in_c(x) and stretch.in_place(x, piece.bulk)
     if not in_place:  # some steps at a time
         size = max(1, _BLOCK * k // (x.numel() + (piece.bulk.numel() if piece.bulk.shape[-3] > 1 else 0)))
     for start in range(first, k, size):
         part, head = piece.part(start, min(start + size, k)), not piece.starting or start > 0
         into, logs_into = (None if out is None else out[..., start : start + size, :] for out in (posteriors, messages))
         if in_place:
-            message = stretch.walk(part, message, head, into, logs_into, calls)
+            message = stretch.walk(part, message, head, into, logs_into)
         else:
             message = _by_any_kernels(part, message, head, into, logs_into)
     if posteriors is not None and piece.counts is not None:

@@ -52,8 +52,8 @@ static void last_row(Back *b, int64_t place) {
     int64_t q = sequence_of(&b->w, place), width = b->w.width;
     real *row = b->backward + place * width;
     for (int64_t j = 0; j < width; j++) row[j] = j < a->states ? power_of_two(TOP - 1) : 0;
-    if (!a->following) return;
-    if (linear_row(a->states, a->following + q * a->states, row)) a->lossy[q] = 2, b->skipped[place] = 1;
+    if (!a->around.following) return;
+    if (linear_row(a->states, a->around.following + q * a->states, row)) a->lossy[q] = 2, b->skipped[place] = 1;
 }
 
 /* Whether raised emissions of a last step matter to what follows it: no later sum has tested them. */
@@ -137,18 +137,18 @@ static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t s
     reals fresh = fresh_lanes(width);
     for (int64_t place = from; place < count; place++) {
         int64_t q = sequence_of(w, place);
-        real *gradient = gradient_at(a, w->set, q, step), *row = b->backward + place * width;
+        real *gradient = gradient_at(a, q, step), *row = b->backward + place * width;
         if (!b->skipped[place]) {
             real *to = gradient && c < LANES ? b->posterior : gradient;
             RowSummary summary = row_posterior(width, forward + place * width, row, (real)a->weight[q], to, fresh);
             if (count > 1 && step > 1) { /* as fetch_x */
                 fetch_row(c, message_at(a, q, step - 1));
-                if (gradient) fetch_row(c, gradient_at(a, w->set, q, step - 1));
+                if (gradient) fetch_row(c, gradient_at(a, q, step - 1));
             }
             if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
             b->inverse_sums[place] = summary.inverse_sum, b->scales[place] = summary.scale;
             int lost = !(summary.inverse_sum > 0 && summary.inverse_sum < power_of_two(TOP));
-            if (!tests && a->following) lost |= raised_matters(w, place, step, forward + place * width, row);
+            if (!tests && a->around.following) lost |= raised_matters(w, place, step, forward + place * width, row);
             int tiny = has_counts(a) ? summary.most < bits_of(power_of_two(TOP - 24)) : 0;
             if (tests && (lost || tiny || needs_check(w->raised[place], summary.least, summary.most))) {
                 find_high(&w->matrix);
@@ -171,7 +171,7 @@ static void write_grad_p0(Back *b, int64_t place) {
     const real *x;
     real *source = b->source + place * w->width;
     if (b->skipped[place]) return;
-    start_row(c, w->width, p0_at(a, q), a->p0_state, (int)a->logarithms, w->initial, &exponent, &shift);
+    start_row(c, w->width, p0_at(a, q), a->p0.step, (int)a->logarithms, w->initial, &exponent, &shift);
     rows_of_x(w, place, 1, 0, &x);
     emit(w->width, x, b->backward + place * w->width, source);
     double down = (double)power_of_two(-TOP); /* not on `source`, whose least entries would underflow */
@@ -188,7 +188,7 @@ static void write_grad_p0(Back *b, int64_t place) {
 static void write_leaving_backward(const Back *b, int64_t place) {
     const Chain *a = b->w.a;
     const real *row = b->backward + place * b->w.width;
-    double *out = a->leaving + sequence_of(&b->w, place) * a->states;
+    double *out = a->around.leaving + sequence_of(&b->w, place) * a->states;
     for (int64_t j = 0; j < a->states && !b->skipped[place]; j++)
         out[j] = logarithm((double)row[j] * (double)power_of_two(-TOP));
 }
@@ -239,14 +239,14 @@ static int64_t few_backward(Back *b, int64_t step) {
     Few l;
     real padded[FEW * FEW];
     if (a->one_matrix) prepare_backward(b, 1, step);
-    if (step >= few_of(w, 1, padded, &l) || (a->grad_bulk && a->members > 1)) return step;
-    if (a->means && a->one_matrix && !t->has_terms) find_terms(t, w, step);
+    if (step >= few_of(w, 1, padded, &l) || (a->grad_bulk.data && a->members > 1)) return step;
+    if (a->means.data && a->one_matrix && !t->has_terms) find_terms(t, w, step);
     l.by_log = logs(a), l.ordinary = t->ordinary;
-    l.first_step = a->entering != 0; /* the message that entered has no gradient */
-    l.gradient = gradient_at(a, w->set, q, l.first_step), l.gradient_step = a->grad_step;
+    l.first_step = a->around.entering != 0; /* the message that entered has no gradient */
+    l.gradient = gradient_at(a, q, l.first_step), l.gradient_step = a->out.step;
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
-    l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;
-    l.held_forward = a->counts || a->means ? t->held_forward : 0, l.held_source = t->held_source;
+    l.outer = a->grad_bulk.data ? counts_at(w, 1) : 0, l.outer_step = a->grad_bulk.step;
+    l.held_forward = a->counts || a->means.data ? t->held_forward : 0, l.held_source = t->held_source;
     l.held_step = w->width, l.most_held = t->most_held;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
     l.unshare = UNSHARE * (real)t->weight;
@@ -256,7 +256,7 @@ static int64_t few_backward(Back *b, int64_t step) {
         step = steps_backward(&l, step);
         t->unsafe_matrix |= l.high > LARGE;
         t->held = l.held, full = l.held_forward && l.held == t->most_held;
-        if (a->means && !a->one_matrix) add_held_means(t, w, step);
+        if (a->means.data && !a->one_matrix) add_held_means(t, w, step);
         else if (full) add_held_rows(t, w);
     }
     narrow(a->states, l.state, b->backward);
@@ -275,7 +275,7 @@ static void begin_backward(Back *b) {
         int64_t q = sequence_of(w, place);
         double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
         a->lossy[q] = b->skipped[place] = w->raised[place] = 0;
-        if (a->means) a->means[q] = 0;
+        if (a->means.data) a->means.data[q] = 0;
         most = weight > most ? weight : most, least = weight > 0 && weight < least ? weight : least;
     }
     b->counts.ordinary = are_ordinary(least, most);
@@ -309,19 +309,19 @@ static void walk_backward(Back *b) {
     real safe_entry = least_safe_entry();
     begin_backward(b);
     /* rows after the ends of packed sequences belong to other sequences */
-    int64_t steps = !a->starts ? a->steps : w->count > 0 ? steps_of(a, sequence_of(w, 0)) : 0;
+    int64_t steps = !a->packed ? a->steps : w->count > 0 ? steps_of(a, sequence_of(w, 0)) : 0;
     for (int64_t step = steps - 1, count = 0; step >= 0; step--) {
         int64_t before = count;
         while (count < w->count && steps_of(a, sequence_of(w, count)) > step) last_row(b, count++);
-        for (int64_t place = count; place < w->count && a->grad_x && !a->starts; place++)
-            clear(a->states, gradient_at(a, w->set, sequence_of(w, place), step));
+        for (int64_t place = count; place < w->count && a->out.grad_x && !a->packed; place++)
+            clear(a->states, gradient_at(a, sequence_of(w, place), step));
         if (count > before) posteriors_of_places(b, before, count, step, forward_rows(b, count, step), 0, safe_entry);
         if (w->few && count > 0 && step > 0 && !b->skipped[0] && !b->counts.unsafe_matrix) step = few_backward(b, step);
         if (step == 0) break;
         if (count > 0) step_backward(b, count, step, counted, safe_entry);
-        else if (a->grad_bulk && counted) count_step(&b->counts, w, 0, b->forward, b->source, step);
+        else if (a->grad_bulk.data && counted) count_step(&b->counts, w, 0, b->forward, b->source, step);
     }
-    for (int64_t place = 0; place < w->count && a->entering && a->leaving; place++) write_leaving_backward(b, place);
+    for (int64_t place = 0; place < w->count && leaving_backward(a); place++) write_leaving_backward(b, place);
     for (int64_t place = 0; place < w->count && a->grad_p0; place++) write_grad_p0(b, place);
 }
 
@@ -334,12 +334,12 @@ static void walk_until_safe(Back *b) {
     if (adds_counts(&b->w) && b->prepared) add_counts(&b->counts, &b->w);
 }
 
-static void clear_gradients(const Chain *a, int64_t set, int64_t q) {
-    int64_t steps = a->starts ? steps_of(a, q) : a->steps;
-    for (int64_t step = a->entering != 0; step < steps && a->grad_x; step++)
-        clear(a->states, gradient_at(a, set, q, step));
+static void clear_gradients(const Chain *a, int64_t q) {
+    int64_t steps = a->packed ? steps_of(a, q) : a->steps;
+    for (int64_t step = a->around.entering != 0; step < steps && a->out.grad_x; step++)
+        clear(a->states, gradient_at(a, q, step));
     for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
-    for (int64_t j = 0; j < a->states && a->entering && a->leaving; j++) a->leaving[q * a->states + j] = 0;
+    for (int64_t j = 0; j < a->states && leaving_backward(a); j++) leaving_backward(a)[q * a->states + j] = 0;
 }
 
 /* The members that the pass computes: of the first `left` places those that are not lossy and have gradients. Returns
@@ -350,7 +350,7 @@ static int64_t choose_members(const Walk *w, int64_t left, int64_t *chosen) {
     for (int64_t place = 0; place < left; place++) {
         int64_t q = sequence_of(w, place);
         a->uncounted[q] = a->steps;
-        if (!has_gradient(a, q)) clear_gradients(a, w->set, q);
+        if (!has_gradient(a, q)) clear_gradients(a, q);
         else if (!a->lossy[q]) chosen[count++] = q - w->set * a->members;
     }
     return count;
@@ -371,7 +371,7 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     b.skipped = take(&room, most);
     b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
     b.counts.total = take(&room, w->width * padded(w->width) * 8);
-    b.counts.terms = take(&room, a->means ? w->width * w->width * bytes : 0);
+    b.counts.terms = take(&room, a->means.data ? w->width * w->width * bytes : 0);
     b.counts.most_held = group_of(a);
     b.counts.held_forward = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
     b.counts.held_source = take(&room, (b.counts.most_held * w->width + LANES) * bytes);

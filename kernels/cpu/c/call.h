@@ -24,15 +24,14 @@ INLINE real least_of(int64_t c, const real *from, int64_t step) {
 }
 /* Whether p0, or a matrix that serves all steps, has an entry below 0. */
 EXPORT int64_t EXPORTED(logchain_has_negative)(const Chain *a) {
-    int64_t c = a->states, from = a->bulk_from, to = a->bulk_to;
+    int64_t c = a->states, from = a->bulk.from, to = a->bulk.to;
     if (a->logarithms) return 0;
-    if (to != 1) from = a->bulk_to, to = a->bulk_from;
+    if (to != 1) from = a->bulk.to, to = a->bulk.from;
     for (int64_t set = 0; set < a->sets && a->one_matrix && a->steps > 1; set++)
         for (int64_t k = 0; k < c; k++)
-            if (least_of(c, a->bulk + first_matrix(a, set) + k * from, to) < 0) return 1;
-    for (int64_t set = 0; set < (a->p0_set ? a->sets : 1); set++)
-        for (int64_t member = 0; member < (a->p0_member ? a->members : 1); member++)
-            if (least_of(c, a->p0 + set * a->p0_set + member * a->p0_member, a->p0_state) < 0) return 1;
+            if (least_of(c, matrix_at(&a->bulk, set, 1) + k * from, to) < 0) return 1;
+    for (int64_t q = 0; q < sequences_of(a); q++)
+        if ((q == 0 || p0_at(a, q) != p0_at(a, q - 1)) && least_of(c, p0_at(a, q), a->p0.step) < 0) return 1;
     return 0;
 }
 
@@ -48,18 +47,13 @@ static int64_t find_value(const Chain *a) {
     return lossy;
 }
 
-/* Rounds the gradients of p0 (g, m, c) into its own shape; those that share a place are added to the first of them. */
-static void write_p0_gradients(const Chain *a, double *gradients) {
-    int64_t c = a->states;
-    for (int64_t q = 0; q < sequences_of(a); q++) {
-        int64_t set = q / a->members, member = q % a->members;
-        int64_t first = (a->grad_p0_set ? set : 0) * a->members + (a->grad_p0_member ? member : 0);
-        for (int64_t j = 0; j < c && first < q; j++) gradients[first * c + j] += gradients[q * c + j];
-    }
-    for (int64_t q = sequences_of(a) - 1; q >= 0; q--) /* downwards: the first of those that share a place is last */
-        for (int64_t j = 0; j < c; j++)
-            a->grad_p0_real[q / a->members * a->grad_p0_set + q % a->members * a->grad_p0_member + j] =
-                (real)gradients[q * c + j];
+/* Rounds the gradients of p0 (g, m, c) into its own shape; those that share a row there are added in `sums`. */
+static void write_p0_gradients(const Chain *a, const double *gradients, double *sums) {
+    int64_t c = a->states, entries = sequences_of(a) * c;
+    const Rows *to = &a->grad_p0_real;
+    for (int64_t k = 0; k < entries; k++) sums[k] = 0;
+    for (int64_t k = 0; k < entries; k++) sums[to->at[k / c] + k % c] += gradients[k];
+    for (int64_t k = 0; k < entries; k++) to->data[to->at[k / c] + k % c] = (real)sums[to->at[k / c] + k % c];
 }
 
 /* Gradients in the operands' own shapes, from the messages that `value` keeps; sums over sequences are float64. */
@@ -69,19 +63,20 @@ EXPORT int64_t EXPORTED(logchain_gradients)(const Chain *a) {
     int64_t square = a->states * a->states;
     uint8_t *lossy = take(&room, sequences_of(a)); /* a copy: the caller may ask for gradients again */
     double *counts = take(&room, a->sets * square * 8), *grad_p0 = take(&room, sequences_of(a) * a->states * 8);
+    double *sums = take(&room, sequences_of(a) * a->states * 8);
     chain.lossy = lossy, chain.uncounted = take(&room, sequences_of(a) * 8), chain.room = rest_of(&room);
     if (!a->room)
         return room.bytes + larger_of(EXPORTED(logchain_backward)(&chain), EXPORTED(logchain_redo_backward)(&chain));
     for (int64_t q = 0; q < sequences_of(a); q++) lossy[q] = a->lossy[q];
-    if (a->grad_bulk && a->one_matrix) {
-        chain.grad_bulk = 0, chain.counts = counts;
+    if (a->grad_bulk.data && a->one_matrix) {
+        chain.grad_bulk.data = 0, chain.counts = counts;
         for (int64_t k = 0; k < a->sets * square; k++) counts[k] = 0;
     }
-    if (a->grad_p0_real) chain.grad_p0 = grad_p0;
+    if (a->grad_p0_real.data) chain.grad_p0 = grad_p0;
     if (EXPORTED(logchain_backward)(&chain)) EXPORTED(logchain_redo_backward)(&chain);
     for (int64_t k = 0; k < a->sets * square && chain.counts; k++)
-        a->grad_bulk[k / square * a->count_set + k % square] = (real)counts[k];
-    if (a->grad_p0_real) write_p0_gradients(a, grad_p0);
+        a->grad_bulk.data[a->grad_bulk.at[k / square] + k % square] = (real)counts[k];
+    if (a->grad_p0_real.data) write_p0_gradients(a, grad_p0, sums);
     return 0;
 }
 
@@ -97,7 +92,7 @@ EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     Room room = {.begin = a->room};
     Chain chain = with_scratch(a, &room);
     double *weight = take(&room, sequences_of(a) * 8);
-    chain.messages = take(&room, a->steps * sequences_of(a) * a->states * (int64_t)sizeof(real));
+    chain.messages.data = take(&room, a->steps * sequences_of(a) * a->states * (int64_t)sizeof(real));
     chain.weight = weight, chain.room = rest_of(&room);
     for (int64_t q = 0; q < sequences_of(a) && a->room; q++) weight[q] = 1;
     int64_t lossy = find_value(&chain);

@@ -26,10 +26,12 @@ typedef struct {
     int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
 } Counts;
 
-INLINE int has_counts(const Chain *a) { return a->counts || a->grad_bulk || a->means; }
+INLINE int has_counts(const Chain *a) { return a->counts || a->grad_bulk.data || a->means.data; }
 
 /* Whether counts are added up over steps. */
-INLINE int adds_counts(const Walk *w) { return w->a->counts || (w->a->means && w->a->one_matrix && w->count == 1); }
+INLINE int adds_counts(const Walk *w) {
+    return w->a->counts || (w->a->means.data && w->a->one_matrix && w->count == 1);
+}
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
 
 /* 1 in the lanes of a row's last vector that do not overlap the one before it, 0 in others. */
@@ -138,7 +140,7 @@ static void hold_rows(Counts *t, const Walk *w, int64_t count, const real *forwa
 
 /* The gradient of the matrix into a step. */
 INLINE real *counts_at(const Walk *w, int64_t step) {
-    return w->a->grad_bulk + first_count(w->a, w->set) + (step - 1) * w->a->count_step;
+    return matrix_at(&w->a->grad_bulk, w->set, step);
 }
 
 /* Logarithms of up to LANES weights, of which `left` are a row's; the weights themselves if they are logarithms. */
@@ -147,13 +149,12 @@ INLINE reals row_of_logs(int are_logs, const real *from, int64_t step, int64_t l
     return are_logs ? weight : logarithms(weight);
 }
 INLINE const real *entry_at(const Chain *a, int64_t set, int64_t step, int64_t k, int64_t j) {
-    int64_t matrix = first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
-    return a->bulk + matrix + k * a->bulk_from + j * a->bulk_to;
+    return matrix_at(&a->bulk, set, step) + k * a->bulk.from + j * a->bulk.to;
 }
 
 /* P log P of the matrix into a step; 0 where P is. */
 static void find_terms(Counts *t, const Walk *w, int64_t step) {
-    const Chain *a = w->a, *second = a->second;
+    const Chain *a = w->a, *second = a->means.less;
     int are_logs = (int)a->logarithms;
     real taken = (real)((double)w->matrix.exponent * 0.69314718055994531);
     reals high = {0};
@@ -161,8 +162,9 @@ static void find_terms(Counts *t, const Walk *w, int64_t step) {
         for (int64_t v = 0; v < vectors_of(w->width); v++) {
             int64_t j = start_of(v, w->width), left = a->states - j;
             reals p = load(w->matrix.entries + k * w->matrix.row + j);
-            reals log = are_logs ? row_of_logs(1, entry_at(a, w->set, step, k, j), a->bulk_to, left) : logarithms(p) + taken;
-            if (second) log -= row_of_logs(are_logs, entry_at(second, w->set, step, k, j), second->bulk_to, left);
+            reals log = logarithms(p) + taken;
+            if (are_logs) log = row_of_logs(1, entry_at(a, w->set, step, k, j), a->bulk.to, left);
+            if (second) log -= row_of_logs(are_logs, entry_at(second, w->set, step, k, j), second->bulk.to, left);
             store(t->terms + k * w->width + j, where(p > 0, p * log, (reals){0}));
             high = larger(p, high);
         }
@@ -183,7 +185,7 @@ static void add_means(Counts *t, const Walk *w, int64_t count, const real *forwa
             const real *row = sums + r * width, *from = source + r * width;
             reals mean = load(row + width - LANES) * load(from + width - LANES) * fresh;
             for (int64_t j = 0; j + LANES < width; j += LANES) mean += load(row + j) * load(from + j);
-            w->a->means[sequence_of(w, place + r)] += (double)total(mean) * (double)UNSHARE * t->weight;
+            w->a->means.data[sequence_of(w, place + r)] += (double)total(mean) * (double)UNSHARE * t->weight;
         }
     }
 }
@@ -202,8 +204,8 @@ static void add_held_means(Counts *t, Walk *w, int64_t step) {
 static void count_step(Counts *t, const Walk *w, int64_t count, const real *forward, real *source, int64_t step) {
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width, across = padded(width);
-    if (a->means && !t->has_terms) find_terms(t, w, step);
-    if (a->means && !adds_counts(w)) add_means(t, w, count, forward, source);
+    if (a->means.data && !t->has_terms) find_terms(t, w, step);
+    if (a->means.data && !adds_counts(w)) add_means(t, w, count, forward, source);
     else if (adds_counts(w)) {
         if (count <= t->most_held / 4) hold_rows(t, w, count, forward, source);
         else add_rows(t, w, count, forward, source);
@@ -232,9 +234,10 @@ static void add_counts(Counts *t, const Walk *w) {
             int64_t at = k * padded(w->width) + j;
             if (t->added) count = (double)t->partial[at];
             if (t->flushed) count += t->total[at];
-            if (a->means) mean += p != 0 ? count * (double)t->terms[k * w->width + j] : 0, all += count * p;
+            if (a->means.data) mean += p != 0 ? count * (double)t->terms[k * w->width + j] : 0, all += count * p;
             count = count * ((double)UNSHARE * t->weight) * (logs(a) ? p : 1) * unscale.first * unscale.second;
             if (p != 0 && a->counts) a->counts[(w->set * a->states + k) * a->states + j] += count;
         }
-    if (a->means && all > 0) a->means[sequence_of(w, 0)] += mean / all * (double)(steps_of(a, sequence_of(w, 0)) - 1);
+    int64_t q = sequence_of(w, 0);
+    if (a->means.data && all > 0) a->means.data[q] += mean / all * (double)(steps_of(a, q) - 1);
 }

@@ -12,8 +12,7 @@ INLINE reals logarithms_of_split(Split a, real base) {
 
 /* The row of a step in an array with the strides of grad_x; null where there is none. */
 INLINE operand *output_row(const Exact *a, operand *rows, const Sequence *s, int64_t step) {
-    int64_t q = s->place->index;
-    return row_or_null(a->dense, rows, q / a->dense->members, q, step);
+    return row_or_null(a->dense, rows, s->place->index, step);
 }
 
 /* A row as logarithms, with all that it lacks or with the largest near 0; NaN if an operand was no number. */
@@ -42,7 +41,7 @@ static void write_shares(const Scan *w, const Sequence *s, operand *out) {
 /* A message that leaves: logarithms of a row over 2^base, less `less`. */
 static void write_leaving_logs(const Scan *w, const Sequence *s, Row row, real base, double less) {
     int64_t c = w->a->states;
-    double *out = w->a->dense->leaving + s->place->index * c;
+    double *out = w->a->dense->around.leaving + s->place->index * c;
     for (int64_t j = 0; j < c; j += LANES) {
         reals logs = logarithms_of_split(load_split(row, j), base);
         UNROLL for (int l = 0; l < LANES; l++) if (j + l < c) out[j + l] = (double)logs[l] - less;
@@ -56,8 +55,8 @@ static void fill_row(int64_t c, operand value, operand *row) {
 /* The message of a step: as it is kept, in logarithms, and divided by its sum. */
 static void write_dense_forward(const Scan *w, const Sequence *s, int64_t step) {
     const Chain *a = w->a->dense;
-    operand *logs = output_row(w->a, a->log_forward, s, step), *shares = output_row(w->a, a->filtered, s, step);
-    if (a->messages) write_logs(w, s, s->message, s->top, (Sum){0, 0}, message_at(a, s->place->index, step));
+    operand *logs = output_row(w->a, a->out.log_forward, s, step), *shares = output_row(w->a, a->out.filtered, s, step);
+    if (a->messages.data) write_logs(w, s, s->message, s->top, (Sum){0, 0}, message_at(a, s->place->index, step));
     if (logs) write_whole_logs(w, s, s->message, logs);
     if (shares) write_shares(w, s, shares);
 }
@@ -68,19 +67,19 @@ static void finish_dense(const Scan *w, const Sequence *s, double sum, Sum log_n
     int64_t q = s->place->index;
     write_log_norm(a, q, log_norm);
     double log_sum = s->has_nan || sum == 0 ? log_norm.sum : logarithm(sum);
-    if (a->leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
-    for (int64_t step = s->place->steps; step < a->steps && !a->starts; step++) {
-        if (a->messages) fill_row(a->states, 0, message_at(a, q, step));
-        fill_row(a->states, (operand)-INFINITE, output_row(w->a, a->log_forward, s, step));
-        fill_row(a->states, 0, output_row(w->a, a->filtered, s, step));
+    if (a->around.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
+    for (int64_t step = s->place->steps; step < a->steps && !a->packed; step++) {
+        if (a->messages.data) fill_row(a->states, 0, message_at(a, q, step));
+        fill_row(a->states, (operand)-INFINITE, output_row(w->a, a->out.log_forward, s, step));
+        fill_row(a->states, 0, output_row(w->a, a->out.filtered, s, step));
     }
 }
 
 /* Backward messages after the last step. */
 static void fill_backward_logs(const Scan *w, const Sequence *s) {
     const Chain *a = w->a->dense;
-    for (int64_t step = s->place->steps; step < a->steps && !a->starts; step++)
-        fill_row(a->states, (operand)-INFINITE, output_row(w->a, a->log_backward, s, step));
+    for (int64_t step = s->place->steps; step < a->steps && !a->packed; step++)
+        fill_row(a->states, (operand)-INFINITE, output_row(w->a, a->out.log_backward, s, step));
 }
 
 /* Undoes the raising of emissions in a kept linear message of a last step: no sum has been tested for it. */
@@ -106,13 +105,13 @@ static void begin_dense(const Scan *w, Sequence *s, int64_t step) {
         reals kept = read_some(message_at(a, q, step) + j, 1, a->states - j, logs ? -INFINITE : 0);
         store_split(s->kept, j, weight_split(kept, logs));
     }
-    if (a->following && last && !logs) lower_raised(w, s, step);
+    if (a->around.following && last && !logs) lower_raised(w, s, step);
 }
 
 /* B at a last step: ones, or the exponentials of `following` less its largest. */
 static void last_dense(const Scan *w, Sequence *s) {
     int64_t c = w->a->states;
-    const double *following = w->a->dense->following ? w->a->dense->following + s->place->index * c : 0;
+    const double *following = w->a->dense->around.following ? w->a->dense->around.following + s->place->index * c : 0;
     double top = -__builtin_inf();
     for (int64_t j = 0; j < c && following; j++) top = following[j] > top ? following[j] : top;
     top = top > -__builtin_inf() ? top : 0;
@@ -127,10 +126,10 @@ static void last_dense(const Scan *w, Sequence *s) {
 /* Posteriors and counts of a step, or its backward messages in logarithms. */
 static void end_dense(const Scan *w, Sequence *s, int64_t step) {
     const Chain *a = w->a->dense;
-    operand *logs = output_row(w->a, a->log_backward, s, step);
+    operand *logs = output_row(w->a, a->out.log_backward, s, step);
     if (logs) write_whole_logs(w, s, s->sums, logs);
     if (!w->a->log_norm) return;
-    find_posteriors(w, s, output_row(w->a, a->grad_x, s, step));
+    find_posteriors(w, s, output_row(w->a, a->out.grad_x, s, step));
     if (s->counting.counts && s->sum > 0) s->counting.kept = s->kept, count_dense(&w->matrix, &s->factor, &s->counting);
-    if (step == 0 && a->entering && a->leaving) write_leaving_logs(w, s, s->sums, top_of_row(w->width, s->sums), 0);
+    if (step == 0 && leaving_backward(a)) write_leaving_logs(w, s, s->sums, top_of_row(w->width, s->sums), 0);
 }

@@ -100,11 +100,11 @@ static void fill_gradients(Scan *w, Sequence *s, real *counts) {
     s->idle = weight == 0 || !(log_norm > -__builtin_inf());
     real none = s->idle && weight != 0 && log_norm != log_norm ? (real)log_norm : 0;
     for (int64_t step = s->idle ? 0 : steps; step < a->steps; step++) {
-        operand *out = kind_of(a) == DENSE && !a->dense->starts ? output_row(a, a->dense->grad_x, s, step) : 0;
+        operand *out = kind_of(a) == DENSE && !a->dense->packed ? output_row(a, a->dense->out.grad_x, s, step) : 0;
         if (a->grad_x && kind_of(a) != DENSE) out = a->grad_x + row_at(a, s->place, step) * c;
         for (int64_t j = 0; j < c && out; j++) out[j] = (operand)(step < steps ? none : 0);
     }
-    double *leaving = kind_of(a) == DENSE && a->dense->entering && s->idle ? a->dense->leaving : 0;
+    double *leaving = kind_of(a) == DENSE && s->idle ? leaving_backward(a->dense) : 0;
     for (int64_t j = 0; j < c && leaving; j++) leaving[s->place->index * c + j] = (double)none;
     for (int64_t j = 0; j < c && a->grad_p0; j++) a->grad_p0[s->place->index * c + j] = (double)none;
     for (int64_t step = 1; step < steps && none != none && counts; step++) {

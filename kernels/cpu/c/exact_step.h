@@ -56,7 +56,7 @@ typedef struct {
 typedef struct { real top, most; int low; } Emitted;
 
 INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
-    if (kind_of(a) == DENSE) return x_at(a->dense, place->index / a->dense->members, place->index, step);
+    if (kind_of(a) == DENSE) return x_at(a->dense, place->index, step);
     return a->x + place->x + step * a->x_step;
 }
 INLINE int64_t row_at(const Exact *a, const Place *place, int64_t step) { return place->index * a->steps + step; }

@@ -65,7 +65,7 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
     const Chain *a = w->a;
     for (int64_t r = 0; r < rows; r++) {
-        const real *x = x_at(a, w->set, sequence_of(w, place + r), step);
+        const real *x = x_at(a, sequence_of(w, place + r), step);
         real *to = w->padded_x + r * w->width;
         if (a->states < LANES) widen(a->states, w->width, x, 1, -INFINITE, to);
         out[r] = a->states < LANES ? to : x;
@@ -78,7 +78,7 @@ INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, 
 INLINE void fetch_x(const Walk *w, int64_t place, int64_t step) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place);
-    if (w->count > 1 && step < steps_of(a, q)) fetch_row(a->states, x_at(a, w->set, q, step));
+    if (w->count > 1 && step < steps_of(a, q)) fetch_row(a->states, x_at(a, q, step));
 }
 
 /* log(U E) of a last step, with U times 2^-exponent: from U and x, for U E itself may underflow. */
@@ -86,12 +86,12 @@ static void write_leaving(const Chain *a, int64_t q, const real *sums, const rea
     for (int64_t j = 0; j < a->states; j++) {
         int64_t k;
         double part = mantissa(sums[j], &k), log = (double)(k - exponent) * 0.69314718055994531 + logarithm(part);
-        a->leaving[q * a->states + j] = (sums[j] == 0 ? -__builtin_inf() : log) + ((double)x[j] - shift);
+        a->around.leaving[q * a->states + j] = (sums[j] == 0 ? -__builtin_inf() : log) + ((double)x[j] - shift);
     }
 }
 
 /* The log messages that a pass writes, those of one direction; or null. */
-INLINE real *logs_of(const Chain *a) { return a->log_forward ? a->log_forward : a->log_backward; }
+INLINE real *logs_of(const Chain *a) { return a->out.log_forward ? a->out.log_forward : a->out.log_backward; }
 
 /* Messages over their sums, and 0 after a sequence's end. */
 static void write_filtered(const Walk *w, int64_t count, int64_t step) {
@@ -131,14 +131,14 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
     for (int64_t r = 0; r < rows; r++) {
         int64_t q = sequence_of(w, place + r), exponent = exponent_of(weighed.most[r]);
         fetch_x(w, place + r, step + 1);
-        if (a->leaving && step + 1 == steps_of(a, q))
+        if (a->around.leaving && step + 1 == steps_of(a, q))
             write_leaving(a, q, sums + r * w->width, x[r], weighed.shift[r], exponent);
         Sum *shift = &w->shifts[place + r];
         int64_t *taken = &w->exponents[place + r];
         if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
         if (step > 0) *taken += w->matrix.exponent;
-        real *logs = row_or_null(a, logs_of(a), w->set, q, step);
-        if (logs) write_logarithms(a->states, sums + r * w->width, *shift, *taken, a->log_forward ? x[r] : 0, logs);
+        real *logs = row_or_null(a, logs_of(a), q, step);
+        if (logs) write_logarithms(a->states, sums + r * w->width, *shift, *taken, a->out.log_forward ? x[r] : 0, logs);
         add(shift, weighed.shift[r]);
         *taken += exponent - TOP;
         w->raised[place + r] = weighed.raised[r] != 0;
@@ -165,8 +165,8 @@ static void finish(Walk *w, int64_t place, int64_t step) {
     add_exponent(&log_norm, w->exponents[place] + exponent);
     add(&log_norm, logarithm(part));
     write_log_norm(a, q, sum == 0 ? (Sum){-__builtin_inf(), 0} : log_norm);
-    for (int64_t j = 0; j < c && a->leaving && sum > 0; j++)
-        a->leaving[q * c + j] -= (double)(exponent - TOP) * 0.69314718055994531 + logarithm(part);
+    for (int64_t j = 0; j < c && a->around.leaving && sum > 0; j++)
+        a->around.leaving[q * c + j] -= (double)(exponent - TOP) * 0.69314718055994531 + logarithm(part);
 }
 
 /* Copies messages of places from `place` to before `stop` to where they are kept; 0 after a sequence's end. */
@@ -190,7 +190,7 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
         int64_t q = sequence_of(w, place);
         const real *p0 = p0_at(a, q);
         if (p0 != before)
-            lossy = start_row(a->states, w->width, p0, a->p0_state, (int)a->logarithms, w->initial, &exponent, &shift);
+            lossy = start_row(a->states, w->width, p0, a->p0.step, (int)a->logarithms, w->initial, &exponent, &shift);
         before = p0;
         a->lossy[q] = (uint8_t)lossy;
         add(&w->shifts[place], shift);
@@ -205,22 +205,22 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
     real *logs = logs_of(a);
-    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = logs ? 0 : unpadded_rows(c, a->x_step);
-    int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk_step);
-    int64_t for_messages = a->messages ? unpadded_rows(c, row) : 0;
-    if (!one && (logs || a->logarithms || a->bulk_to != 1)) return 0;
+    int64_t row = a->messages.step, for_x = logs ? 0 : unpadded_rows(c, a->x.step);
+    int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk.step);
+    int64_t for_messages = a->messages.data ? unpadded_rows(c, row) : 0;
+    if (!one && (logs || a->logarithms || a->bulk.to != 1)) return 0;
     if (one) rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? least_unchanged(m->high) : TRUSTED;
-    *l = (Few){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
-               .entries = one ? padded : a->bulk + first_matrix(a, w->set), .row = a->bulk_from,
-               .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
-               .filtered = a->filtered ? filtered_at(a, q, 1) - a->grad_step : 0, .filtered_step = a->grad_step,
+    *l = (Few){.c = c, .one = (int)one, .x = x_at(a, q, 1) - a->x.step, .x_step = a->x.step,
+               .entries = one ? padded : matrix_at(&a->bulk, w->set, 1), .row = a->bulk.from,
+               .entries_step = a->bulk.step, .messages = a->messages.data ? message_at(a, q, 0) : 0,
+               .filtered = a->out.filtered ? filtered_at(a, q, 1) - a->out.step : 0, .filtered_step = a->out.step,
                .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
-    if (logs) l->logs = row_or_null(a, logs, w->set, q, 0), l->logs_step = a->grad_step, l->with_x = a->log_forward != 0;
+    if (logs) l->logs = row_or_null(a, logs, q, 0), l->logs_step = a->out.step, l->with_x = a->out.log_forward != 0;
     for (int64_t k = 0; k < row_of(c) && one; k++)
         for (int64_t j = 0; j < row_of(c); j++)
             padded[k * row_of(c) + j] = k < c && j < c ? m->entries[transposed ? j * m->row + k : k * m->row + j] : 0;
@@ -274,15 +274,15 @@ static void walk_forward(Walk *w) {
     int64_t count = active(w, w->count, 0), group = group_of(a);
     start_places(w, count, safe_entry);
     if (a->one_matrix && a->steps > 1) prepare(a, w->set, 1, &w->matrix);
-    for (int64_t step = 0; step < a->steps && (count > 0 || !a->starts); step++) {
+    for (int64_t step = 0; step < a->steps && (count > 0 || !a->packed); step++) {
         if (w->few && step > 0 && count > 0 && !a->lossy[sequence_of(w, 0)]) step = few_forward(w, step);
         if (step > 0 && count > 0 && !a->one_matrix) prepare(a, w->set, step, &w->matrix);
         for (int64_t place = 0; place < count && step > 0; place += group)
             step_places(w, place, count - place < group ? count - place : group, step, safe_entry);
-        if (a->filtered) write_filtered(w, count, step);
-        if (a->messages && !w->in_place) {
+        if (a->out.filtered) write_filtered(w, count, step);
+        if (a->messages.data && !w->in_place) {
             store_messages(w, 0, count, step, 1);
-            store_messages(w, count, a->starts ? count : w->count, step, 0);
+            store_messages(w, count, a->packed ? count : w->count, step, 0);
         }
         int64_t still = step + 1 == a->steps ? 0 : active(w, count, step + 1);
         for (int64_t place = still; place < count; place++) finish(w, place, step);
@@ -336,7 +336,7 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
     Room room = {.begin = a->room};
     int64_t group = group_of(a), most = most_in_pass(a, group);
     Walk w = new_walk(a, group, most, &room);
-    w.in_place = a->messages && !a->order && !a->ends && w.width == a->states;
+    w.in_place = a->messages.data && !a->order && !a->ends && w.width == a->states;
     new_states(&w, group, most, &room);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += w.count) {

@@ -29,22 +29,22 @@ static double mean_of(const Chain *a, int are_logs, int raised, const real *from
 /* log Z and `means` of a thread's sequences; posteriors are left in grad_x. Without counts, means of lossy sequences are
    NaN. With counts all sequences are marked as lossy, and log P is not in the means: the counts are left to the caller. */
 EXPORT int64_t EXPORTED(logchain_means)(const Chain *a) {
-    int exact = a->counts || a->grad_bulk;
+    int exact = a->counts || a->grad_bulk.data;
     int64_t forward = exact ? EXPORTED(logchain_redo_forward)(a) : EXPORTED(logchain_forward)(a);
     int64_t backward = exact ? EXPORTED(logchain_redo_backward)(a) : EXPORTED(logchain_backward)(a);
-    const Chain *second = a->second;
+    const Chain *second = a->means.less;
     for (int64_t place = a->first; place < a->last && a->room; place++) {
-        int64_t q = sequence_in(a, place), set = q / a->members;
-        if (a->lossy[q] && !exact) a->means[q] = (double)__builtin_nanf("");
-        if (!has_gradient(a, q) || a->means[q] != a->means[q]) continue;
+        int64_t q = sequence_in(a, place);
+        if (a->lossy[q] && !exact) a->means.data[q] = (double)__builtin_nanf("");
+        if (!has_gradient(a, q) || a->means.data[q] != a->means.data[q]) continue;
         double sum = 0; /* small, and log P may be large */
         for (int64_t step = 0; step < steps_of(a, q); step++) {
-            const real *minus = second ? x_at(second, set, q, step) : 0;
-            sum += mean_of(a, 1, !exact, x_at(a, set, q, step), 1, minus, 1, gradient_at(a, set, q, step));
+            const real *minus = second ? x_at(second, q, step) : 0;
+            sum += mean_of(a, 1, !exact, x_at(a, q, step), 1, minus, 1, gradient_at(a, q, step));
         }
-        sum += mean_of(a, (int)a->logarithms, !exact, p0_at(a, q), a->p0_state, second ? p0_at(second, q) : 0,
-                       second ? second->p0_state : 0, gradient_at(a, set, q, 0));
-        a->means[q] += sum;
+        sum += mean_of(a, (int)a->logarithms, !exact, p0_at(a, q), a->p0.step, second ? p0_at(second, q) : 0,
+                       second ? second->p0.step : 0, gradient_at(a, q, 0));
+        a->means.data[q] += sum;
     }
     return larger_of(forward, backward);
 }

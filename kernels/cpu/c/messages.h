@@ -11,24 +11,24 @@
 /* The chain and the reversed one, of sequences that all have v steps: forward passes over them write their log messages,
    log Z and `lossy`. */
 static Chain onward(Chain a) {
-    a.messages = 0, a.log_backward = 0;
+    a.messages.data = 0, a.out.log_backward = 0;
     return a;
 }
 static Chain reversed(Chain a) {
-    static const real one = 1, none = 0;
-    int64_t last = a.steps - 1, from = a.bulk_from;
-    a.messages = 0, a.log_forward = 0;
-    a.x += last * a.x_step, a.x_step = -a.x_step;
-    a.log_backward += last * a.grad_step, a.grad_step = -a.grad_step;
-    a.bulk_from = a.bulk_to, a.bulk_to = from;
-    if (last > 0 && !a.one_matrix) a.bulk += (last - 1) * a.bulk_step, a.bulk_step = -a.bulk_step;
-    a.p0 = a.logarithms ? &none : &one, a.p0_set = a.p0_member = a.p0_state = 0;
+    static real one = 1, none = 0;
+    int64_t last = a.steps - 1, from = a.bulk.from;
+    a.messages.data = 0, a.out.log_forward = 0;
+    a.x.data += last * a.x.step, a.x.step = -a.x.step;
+    a.out.log_backward += last * a.out.step, a.out.step = -a.out.step;
+    a.bulk.from = a.bulk.to, a.bulk.to = from;
+    if (last > 0) a.bulk.data += (last - 1) * a.bulk.step, a.bulk.step = -a.bulk.step;
+    a.p0 = (Rows){.data = a.logarithms ? &none : &one};
     return a;
 }
 
 /* The messages of one direction, that for which there is memory. The number of lossy sequences. */
 EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
-    Chain chain = a->log_forward ? onward(*a) : reversed(*a);
+    Chain chain = a->out.log_forward ? onward(*a) : reversed(*a);
     return EXPORTED(logchain_forward)(&chain);
 }
 
@@ -38,14 +38,14 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     int64_t sequences = a->sets * a->members;
     double *log_norm = take(&room, sequences * 8), *unused = take(&room, sequences * 8);
     uint8_t *lossy = take(&room, sequences), *lossy_backward = take(&room, sequences);
-    forward.messages = 0, forward.lossy = lossy, forward.room = rest_of(&room);
+    forward.messages.data = 0, forward.lossy = lossy, forward.room = rest_of(&room);
     if (!a->log_norm) forward.log_norm = log_norm;
     Chain ahead = onward(forward), behind = reversed(forward);
     behind.log_norm = unused, behind.lossy = lossy_backward;
     if (!a->room)
         return room.bytes + larger_of(EXPORTED(logchain_forward)(&ahead), EXPORTED(logchain_redo_messages)(&forward));
     for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
-    if (!a->ends && !a->starts) {
+    if (!a->ends && !a->packed) {
         EXPORTED(logchain_forward)(&ahead);
         EXPORTED(logchain_forward)(&behind);
         for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];

@@ -7,19 +7,20 @@
 static int64_t recompute(const Chain *a, int mask, int backward, int gradients, void scan(Scan *)) {
     Room room = {.begin = a->room};
     Place *places = take(&room, larger_of(a->last - a->first, 1) * (int64_t)sizeof(Place));
-    Exact e = {.kind = DENSE, .steps = a->steps, .states = a->states, .places = places, .dense = a, .p0 = a->p0};
-    e.one_matrix = a->one_matrix, e.logarithms = a->logarithms, e.by_log = a->by_log, e.p0_state = a->p0_state;
-    e.x_step = a->x_step, e.weights = a->bulk, e.weights_step = a->bulk_step;
-    e.weights_outer = a->bulk_from, e.weights_inner = a->bulk_to, e.room = rest_of(&room);
+    Exact e = {.kind = DENSE, .steps = a->steps, .states = a->states, .places = places, .dense = a, .p0 = a->p0.data};
+    e.one_matrix = a->one_matrix, e.logarithms = a->logarithms, e.by_log = a->by_log, e.p0_state = a->p0.step;
+    e.x_step = a->x.step, e.weights = a->bulk.data, e.weights_step = a->bulk.step;
+    e.weights_outer = a->bulk.from, e.weights_inner = a->bulk.to, e.room = rest_of(&room);
     if (gradients) {
         e.log_norm = a->log_norm, e.weight = a->weight, e.grad_p0 = a->grad_p0;
-        e.counts = a->counts, e.grad_weights = a->grad_bulk, e.counts_step = a->count_step;
+        e.counts = a->counts, e.grad_weights = a->grad_bulk.data, e.counts_step = a->grad_bulk.step;
     }
     for (int64_t place = a->first; place < a->last && a->room; place++) {
-        int64_t q = sequence_in(a, place), set = q / a->members, counts = first_count(a, set);
+        int64_t q = sequence_in(a, place), set = q / a->members, counts = 0;
         if (!(a->lossy[q] & mask) || (gradients && !has_gradient(a, q))) continue;
         if (a->counts) counts = set * a->states * a->states;
-        places[e.last++] = (Place){q, steps_of(a, q), 0, p0_at(a, q) - a->p0, first_matrix(a, set), counts};
+        else if (a->grad_bulk.data) counts = a->grad_bulk.at[set];
+        places[e.last++] = (Place){q, steps_of(a, q), 0, p0_at(a, q) - a->p0.data, a->bulk.at[set], counts};
     }
     int64_t bytes = scan_all(&e, backward, scan);
     return a->room ? 0 : room.bytes + bytes;

@@ -25,10 +25,9 @@ typedef struct {
 /* The transitions into a state: linear, divided by a power of two, or logarithms. */
 static void read_column(const Sampler *s, int64_t step, int64_t state, int as_logarithms, real *out) {
     const Chain *a = s->a;
-    int64_t index = a->one_matrix ? 0 : step - 1;
-    const real *from = a->bulk + first_matrix(a, s->set) + index * a->bulk_step + state * a->bulk_to;
+    const real *from = matrix_at(&a->bulk, s->set, step) + state * a->bulk.to;
     int given = a->logarithms != 0;
-    for (int64_t k = 0; k < a->states; k++) out[k] = from[k * a->bulk_from];
+    for (int64_t k = 0; k < a->states; k++) out[k] = from[k * a->bulk.from];
     for (int64_t k = a->states; k < s->width; k++) out[k] = given ? -INFINITE : 0;
     if (as_logarithms && given) return;
     real top = top_of(out, s->width), factor = 1;
@@ -102,7 +101,7 @@ static void draw_paths(Sampler *s, int64_t q, int64_t first, int64_t stop) {
     for (int64_t d = first; d < stop; d++) end_path(a, q, possible, path_of(a, q, d));
     for (int64_t last = steps_of(a, q) - 1, step = last; step >= 0 && possible; step--) {
         int64_t count = 0, *at = path_of(a, q, first) + step;
-        for (int64_t d = first; d < stop; d++, at += a->path_rank) {
+        for (int64_t d = first; d < stop; d++, at += a->paths.rank) {
             int64_t state = step < last ? at[1] : 0;
             double u;
             __builtin_memcpy(&u, at, sizeof u);
@@ -119,9 +118,9 @@ static void draw_paths(Sampler *s, int64_t q, int64_t first, int64_t stop) {
     }
 }
 
-INLINE int64_t blocks_of_draws(const Chain *a) { return (a->ranks + DRAWS - 1) / DRAWS; }
+INLINE int64_t blocks_of_draws(const Chain *a) { return (a->paths.ranks + DRAWS - 1) / DRAWS; }
 INLINE int64_t columns_of(const Chain *a) {
-    int64_t most = a->ranks < DRAWS ? a->ranks : DRAWS;
+    int64_t most = a->paths.ranks < DRAWS ? a->paths.ranks : DRAWS;
     return most < a->states ? most : a->states;
 }
 
@@ -137,7 +136,7 @@ EXPORT int64_t EXPORTED(logchain_sample)(const Chain *a) {
     for (int64_t place = a->first; place < a->last; place++) {
         int64_t q = place / blocks_of_draws(a), first = place % blocks_of_draws(a) * DRAWS;
         s.set = q / a->members;
-        draw_paths(&s, q, first, a->ranks - first < DRAWS ? a->ranks : first + DRAWS);
+        draw_paths(&s, q, first, a->paths.ranks - first < DRAWS ? a->paths.ranks : first + DRAWS);
     }
     return 0;
 }

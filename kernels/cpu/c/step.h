@@ -144,18 +144,18 @@ static int rescale(Matrix *a) {
 
 /* The matrix into `step`, ready for products: in place where it is linear with contiguous rows, otherwise a copy. */
 static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
-    const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
+    const real *from = matrix_at(&a->bulk, set, step);
     int64_t c = a->states;
     out->exponent = out->has_high = out->has_low = 0, out->shift = 0;
-    if (!a->logarithms && out->width == c && (a->bulk_to == 1 || c == 1)) {
-        out->entries = from, out->row = a->bulk_from;
+    if (!a->logarithms && out->width == c && (a->bulk.to == 1 || c == 1)) {
+        out->entries = from, out->row = a->bulk.from;
         return;
     }
     out->entries = out->room, out->row = out->width;
     real fill = a->logarithms ? -INFINITE : 0;
-    if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
+    if (out->width == c && a->bulk.from == 1) transpose(c, from, a->bulk.to, out->room, c);
     else for (int64_t k = 0; k < c; k++)
-        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, fill, out->room + k * out->width);
+        widen(c, out->width, from + k * a->bulk.from, a->bulk.to, fill, out->room + k * out->width);
     if (!a->logarithms) return;
     reals high = splat(-INFINITE);
     for (int64_t k = 0; k < c; k++)

@@ -41,12 +41,12 @@ static int to_logarithms(int64_t width, int logarithms_given, real *row) {
 static void read_logarithms(Best *b, int64_t step) {
     const Chain *a = b->walk.a;
     int64_t c = a->states, width = b->walk.width, index = a->one_matrix ? 0 : step - 1;
-    const real *from = a->bulk + first_matrix(a, b->walk.set) + index * a->bulk_step;
+    const real *from = matrix_at(&a->bulk, b->walk.set, step);
     if (b->read == b->walk.set * a->steps + index) return;
     b->read = b->walk.set * a->steps + index, b->unknown = 0;
     for (int64_t k = 0; k < c; k++) {
         real *row = b->logs + k * width;
-        widen(c, width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0, row);
+        widen(c, width, from + k * a->bulk.from, a->bulk.to, a->logarithms ? -INFINITE : 0, row);
         b->unknown |= to_logarithms(width, (int)a->logarithms, row);
     }
     if (!a->one_matrix) return;
@@ -59,8 +59,8 @@ static void read_logarithms(Best *b, int64_t step) {
 INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
     const Chain *a = b->walk.a;
     if (a->one_matrix) return b->transposed + state * b->walk.width;
-    const real *from = a->bulk + first_matrix(a, b->walk.set) + (step - 1) * a->bulk_step + state * a->bulk_to;
-    widen(a->states, b->walk.width, from, a->bulk_from, a->logarithms ? -INFINITE : 0, b->transposed);
+    const real *from = matrix_at(&a->bulk, b->walk.set, step) + state * a->bulk.to;
+    widen(a->states, b->walk.width, from, a->bulk.from, a->logarithms ? -INFINITE : 0, b->transposed);
     to_logarithms(b->walk.width, (int)a->logarithms, b->transposed);
     return b->transposed;
 }
@@ -69,11 +69,11 @@ INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
 static int start_best(Best *b, int64_t place, real *message) {
     const Chain *a = b->walk.a;
     int64_t q = sequence_of(&b->walk, place), c = a->states;
-    const real *p0 = p0_at(a, q), *x = x_at(a, b->walk.set, q, 0);
+    const real *p0 = p0_at(a, q), *x = x_at(a, q, 0);
     double *sums = b->start, high = -__builtin_inf(), top = high, most = high;
     int bad = 0;
     for (int64_t j = 0; j < c; j++) {
-        double weight = p0[j * a->p0_state];
+        double weight = p0[j * a->p0.step];
         bad |= !(x[j] < INFINITE) | !(weight < __builtin_inf()) | (!a->logarithms & (weight < 0));
         sums[j] = a->logarithms ? weight : logarithm(weight);
         high = sums[j] > high ? sums[j] : high;
@@ -130,12 +130,12 @@ INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
 }
 
 INLINE int64_t *path_of(const Chain *a, int64_t q, int64_t rank) {
-    return a->paths + rank * a->path_rank + (a->starts ? a->starts[q] : q * a->path_sequence);
+    return a->paths.data + a->paths.at[q] + rank * a->paths.rank;
 }
 
 /* Writes -1 after the end, or at all steps of a sequence without a path. Returns the number of steps of the path. */
 static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) {
-    int64_t steps = steps_of(a, q), stop = a->starts ? steps : a->path_steps;
+    int64_t steps = steps_of(a, q), stop = a->packed ? steps : a->paths.steps;
     for (int64_t step = possible ? steps : 0; step < stop; step++) path[step] = -1;
     return possible ? steps : 0;
 }
@@ -149,7 +149,7 @@ static void write_leaving_best(const Best *b) {
     for (int64_t place = 0; place < b->walk.count; place++) {
         int64_t q = sequence_of(&b->walk, place);
         const real *last = best_message(b, place, steps_of(a, q) - 1);
-        for (int64_t j = 0; j < a->states; j++) a->leaving[q * a->states + j] = last[j];
+        for (int64_t j = 0; j < a->states; j++) a->around.leaving[q * a->states + j] = last[j];
     }
 }
 
@@ -173,7 +173,7 @@ static void best_forward(Best *b) {
             }
         }
     }
-    if (a->leaving) write_leaving_best(b);
+    if (a->around.leaving) write_leaving_best(b);
 }
 
 /* `given`: a path ends in the state that is its last entry, or where the last message is largest if that is negative. */
@@ -198,7 +198,7 @@ static void best_backward(Best *b, int given) {
 static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)) {
     int64_t width = width_of(a), size = sizeof(real), most = most_places(a, ranked ? 1 : GROUP);
     Room room = {.begin = a->room};
-    Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->ranks : 1, .read = -1};
+    Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->paths.ranks : 1, .read = -1};
     b.logs = take(&room, a->states * width * size);
     b.transposed = take(&room, (a->one_matrix ? a->states : 1) * width * size);
     b.walk.sums = take(&room, (ranked ? b.ranks : GROUP) * width * size);
@@ -211,7 +211,7 @@ static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)
     for (int64_t q = a->first; q < a->last; q += b.walk.count) {
         enter_set(&b.walk, q, most);
         b.pitch = kept ? a->sets * a->members : b.walk.count;
-        if (kept) b.messages = a->messages + q * width;
+        if (kept) b.messages = a->messages.data + q * width;
         walk(&b);
     }
     return 0;

@@ -12,7 +12,7 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain.kernels.cpu import short
+from logchain.kernels.cpu import template
 from logchain.transitions import Banded, Kronecker, Sparse
 from tests.contract import unit
 from tests.kernels.conftest import LEVELS
@@ -48,7 +48,7 @@ def denormal_memory(monkeypatch):
         return out
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(short, "_rooms", [])
+    monkeypatch.setattr(template, "_rooms", [])
 
 
 def uses_denormals(call) -> bool:
