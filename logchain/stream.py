@@ -5,16 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag
+from .arguments import Lengths, check_flag, check_float_dtype, check_tensor
 from .autograd.scan import Message
 from .kernels.numbers import probabilities
 from .operands import differentiated, is_plain
 from .rescues import report_chains
-from .streams.arguments import as_transition, check_mask, check_stream, check_used, checked_piece
 from .streams.filter import filtered
 from .streams.lag import passed, smoothed
-from .streams.paths import Survivors, extended, first_states, settled
-from .streams.piece import in_logs, log_norm
+from .streams.paths import extended, first_states, settled
+from .streams.piece import as_transition, checked_lengths, checked_transition, in_logs, log_norm
 from .streams.state import State
 from .streams.stretch import Calls
 from .transitions import Transition
@@ -106,7 +105,14 @@ class Stream:
         dtype: torch.dtype | None = None,
         validate: bool = False,
     ) -> None:
-        check_stream(p0, lag, dtype)
+        check_tensor("p0", p0, 1)
+        if p0.shape[-1] < 1:
+            raise ValueError(f"p0: expected at least one state [..., c], got {list(p0.shape)}")
+        if isinstance(lag, bool) or not isinstance(lag, int):
+            raise TypeError(f"lag: expected an integer, got {lag!r}")
+        if lag < 0:
+            raise ValueError(f"lag: expected 0 or more, got {lag}")
+        check_float_dtype("dtype", dtype)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
@@ -153,24 +159,27 @@ class Stream:
         repeated = self._repeated(x_piece, bulk_piece, lengths)
         if repeated is not None:
             return repeated
-        state, piece, ends = checked_piece(
-            x_piece, bulk_piece, lengths, self._bulk, self._p0, self._state, self._log_params, self._viterbi
+        state = self._state
+        name, transition = checked_transition(
+            x_piece, bulk_piece, self._bulk, self._p0, state and state.fresh.shape, self._viterbi
         )
+        ends = checked_lengths(lengths, x_piece)
+        state = state or State.before(x_piece, self._viterbi)
+        piece = state.piece(x_piece, name, transition, self._p0, ends, self._log_params)
         if self._validate:
-            check_used(piece)
+            piece.check_values()
         state = state.detached() if self._detach else state
-        is_double = torch.float64 in (piece.x.dtype, piece.p0.dtype, piece.transition.dtype)
+        is_double = torch.float64 in (x_piece.dtype, self._p0.dtype, transition.dtype)
         state = state._replace(double=state.double or is_double)
-        logs = piece.logs() if self._lag or self._viterbi else None
         dtype = self._result_dtype(state) if self._filtered else None
-        message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None, self._calls)
+        message, (posteriors, messages) = filtered(piece, state.message, dtype, self._lag > 0, self._calls)
         state, ready, states = state.after(piece, message, ends), None, None
-        if self._viterbi and logs is not None:
+        if state.survivors is not None:
             with torch.no_grad():
-                states, survivors = settled(extended(state.survivors or Survivors.none(message.values), logs))
+                states, survivors = settled(extended(state.survivors, piece.logs))
             state = state._replace(survivors=survivors)
-        if self._lag and logs is not None and messages is not None:
-            ready, window = passed(state.window, logs, messages, self._lag)
+        if self._lag and messages is not None:
+            ready, window = passed(state.window, piece.logs, messages, self._lag)
             state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
@@ -217,12 +226,11 @@ class Stream:
         if self._lag:
             bulk = self._bulk and in_logs(self._bulk, message.dim(), self._log_params)
             ready = smoothed(state.window, bulk, state.window.x.shape[-2], self._lag) if state.window else empty
-        if self._viterbi:
-            survivors = state.survivors or Survivors.none(message)
-            states, survivors = first_states(survivors, survivors.paths.shape[-2])
+        if state.survivors is not None:
+            states, survivors = first_states(state.survivors, state.survivors.paths.shape[-2])
             state = state._replace(survivors=survivors)
         state = state._replace(over=torch.ones_like(state.over), running=False, window=None)
-        return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
+        return self._to(state, empty if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
         """Start sequences again at `p0`, with the next piece.
@@ -237,7 +245,12 @@ class Stream:
         tensor(2.5000)
         """
         state = self._state
-        check_mask(mask, None if state is None else state.fresh)
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+            got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask: expected a torch.Tensor of bool, got {got}")
+        if mask is not None and (state is None or mask.shape != state.fresh.shape):
+            expected = "None before the first update" if state is None else list(state.fresh.shape)
+            raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
         if state is not None:
             self._state = state.restarted(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
@@ -300,6 +313,6 @@ class Stream:
 
     def _to(self, state: State, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
         """The results of `update`, with `state` as the stream's new state."""
-        self._state = state
-        ready = None if ready is None else ready.to(self._result_dtype(state))
+        self._state, dtype = state, self._result_dtype(state)
+        posteriors, ready = (value if value is None else value.to(dtype) for value in (posteriors, ready))
         return StreamUpdate(self.log_norm, posteriors, ready, states)

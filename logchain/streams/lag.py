@@ -23,26 +23,25 @@ class Window(NamedTuple):
     transition: Transition | None  # log-parameters [*B or ones, n, *own]
 
 
-def passed(held: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
-    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece, and the new window."""
+def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
+    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece in logarithms, and the rest."""
     axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
-        if old.shape[:axis] != new.shape[:axis]:
-            lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
-            old, new = (part.expand(*lead, *part.shape[axis:]) for part in (old, new))
-        return torch.cat([old, new], axis)
+        lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
+        return torch.cat([part.expand(*lead, *part.shape[axis:]) for part in (old, new)], axis)
 
     if piece.name == "bulk_piece":
         transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
     window = Window(piece.x, messages, piece.linked(), transition)
-    if held is not None:
-        _check_alike(held.transition, transition)
-        window = mapped(joined, held, window)
+    if before is not None:
+        if before.transition is not None and transition is not None:
+            _check_alike(before.transition, transition)
+        window = mapped(joined, before, window)
     ready = max(0, window.x.shape[axis] - lag)
     # copied so that the memory of those before is free
-    left = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
-    return smoothed(window, piece.transition, ready, lag), left
+    rest = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
+    return smoothed(window, piece.transition, ready, lag), rest
 
 
 def smoothed(window: Window, transition: Transition | None, ready: int, lag: int) -> Tensor:
@@ -65,22 +64,16 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
     return probabilities(window.messages[..., :ready, :] + backward)
 
 
-def _check_alike(old: Transition | None, new: Transition | None) -> None:
+def _check_alike(old: Transition, new: Transition) -> None:
     """Raise for structures that differ in more than parameters, whose steps cannot be concatenated."""
-    was, now = _properties(old), _properties(new)
-    if len(was) != len(now) or not all(map(_equal, was, now)):
+    was, now = map(_properties, (old, new))
+    pairs = zip(was, now, strict=False)
+    if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
         raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
 
 
-def _properties(transition: Transition | None) -> list[Any]:
+def _properties(one: Transition) -> list[Any]:
     """What transitions must have in common: all but leading axes and values of parameters."""
-    if transition is None:
-        return []
-    sizes = [weights.shape[len(lead) :] for weights, lead in zip(transition.parameters, transition.leads, strict=True)]
-    others = {name: value for name, value in vars(transition).items() if name != "parameters"}
-    return [type(transition), *sizes, *tree_leaves(transition.pattern or others)]
-
-
-def _equal(a: object, b: object) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+    sizes = [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]
+    return [type(one), *sizes, *tree_leaves(one.pattern or vars(one.with_parameters()))]

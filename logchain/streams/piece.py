@@ -1,36 +1,40 @@
-"""A piece of an unbounded chain, and the forward message that enters and leaves it."""
+"""A piece of an unbounded chain, its checks, and the forward message that enters and leaves it."""
 
 from collections.abc import Callable
-from itertools import compress
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import Lengths, as_lengths, check_has_values, check_tensor, check_values, has_values, tensor_of
 from ..autograd.scan import Message
+from ..chain import named_weights
+from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
-from ..kernels.weights import Weights, check_weights, has_negative
-from ..operands import at_hand
+from ..kernels.weights import Weights, check_weights
+from ..queries.operands import check_products
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 
 
-class Piece(NamedTuple):
+@dataclass
+class Piece:
     """k variables of a chain that a message enters; leading axes of transition and p0 may be missing.
 
-    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `fresh`: sequences
-    without an earlier variable. `counts`: the number of variables of each sequence; None if all have k. `starting`:
-    whether all sequences start with this piece, or none does; None if some do, or if that is unknown.
+    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `counts`: the number of
+    variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: none is.
     """
 
     x: Tensor  # [*B, k, c]
     transition: Transition  # parameters [*B or ones, k or 1, *own], into each variable
     p0: Tensor  # [*B or ones, c]
     name: str
-    fresh: Tensor  # bool [*B]
     counts: Tensor | None  # int64 [*B]
-    starting: bool | None
+    fresh: Tensor  # bool [*B]
+    going: bool
     log_params: bool
 
     @property
@@ -40,12 +44,9 @@ class Piece(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Piece":
         """The piece of the variables from `start` to before `stop`."""
-        if stop - start == self.x.shape[-2]:
-            return self
-        transition = steps_between(self.transition, start, stop)
+        x, transition = self.x[..., start:stop, :], steps_between(self.transition, start, stop)
         counts = None if self.counts is None else (self.counts - start).clamp(0, stop - start)
-        piece = self._replace(x=self.x[..., start:stop, :], transition=transition, counts=counts)
-        return piece._replace(fresh=torch.zeros_like(self.fresh), starting=False) if start else piece
+        return replace(self, x=x, transition=transition, counts=counts, going=self.going or start > 0)
 
     def active(self) -> Tensor:
         """Which variables [*B, k] belong to their sequence, not past its end."""
@@ -57,57 +58,120 @@ class Piece(NamedTuple):
     def linked(self) -> Tensor:
         """Which variables [*B, k] of their sequence have another one before them."""
         linked = self.active()
-        if self.starting is not False:
+        if not self.going:
             linked[..., :1] &= ~self.fresh[..., None]
         return linked
 
     def used(self) -> list[Tensor]:
-        """Which steps of each parameter lead into a variable of some sequence, as masks that broadcast with it."""
-        linked, masks = self.linked(), []
-        for parameter, lead in zip(self.transition.parameters, self.transition.leads, strict=True):
-            missing = linked.dim() - len(lead)
-            shared = [axis for axis in range(linked.dim()) if axis < missing or lead[axis - missing] == 1]
-            mask = linked.any(shared, keepdim=True) if shared else linked
-            masks.append(mask.reshape(*mask.shape[missing:], *(1 for _ in parameter.shape[len(lead) :])))
-        return masks
-
-    def weights(self) -> list[Weights]:
-        """The weights that are read, by the names of arguments."""
-        names, weights = [self.name], []
-        if not isinstance(self.transition, Dense):
-            names = [f"{self.name}.{name}" for name in self.transition.names]
-        columns = zip(names, self.transition.parameters, self.used(), self.transition.used, strict=True)
-        for name, parameter, read, entries in columns:
-            weights.append(Weights(name, parameter, read if entries is None else read & entries))
-        starts = (self.active() & ~self.linked()).any().view((1,) * self.p0.dim())
-        return [*weights, Weights("p0", self.p0, starts)]
-
-    def check_signs(self) -> None:
-        """Raise on a CPU for a weight below 0 in p0, or in parameters that serve all steps."""
-        if self.log_params or not kernels.in_c(self.x) or not at_hand(self.x, self.p0):
-            return
-        pairs = zip(self.transition.parameters, self.transition.leads, strict=True)
-        below = [lead[-1:] in ((), (1,)) and has_negative(weights) for weights, lead in pairs]
-        below.append(has_negative(self.p0))
-        if any(below):
-            check_weights(*compress(self.weights(), below))
+        """Which steps of each parameter lead into a variable of some sequence, in the shape of its leading axes."""
+        linked = self.linked().int()
+        return [linked.sum_to_size(lead).bool() for lead in self.transition.leads]
 
     def masked(self) -> Transition:
         """The transition; where it is that of the piece, with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
-        pairs = zip(self.used(), self.transition.parameters, strict=True)
-        return self.transition.with_parameters(*(torch.where(used, weights, 0.0) for used, weights in pairs))
+        columns = zip(self.used(), self.transition.parameters, self.transition.own_axes, strict=True)
+        weights = [torch.where(used[(..., *(None,) * own)], weights, 0.0) for used, weights, own in columns]
+        return self.transition.with_parameters(*weights)
 
+    @cached_property
     def logs(self) -> "Piece":
-        """The piece in float64 logarithms, of which p0 and parameters have all leading axes."""
-        transition = in_logs(self.masked(), self.x.dim() - 1, self.log_params)
-        start = log_weights(self.p0, self.log_params, torch.float64).expand(*self.x.shape[:-2], -1)
-        return self._replace(x=self.x.double(), transition=transition, p0=start, log_params=True)
+        """The piece in float64 logarithms, with x 0 past the end, and all leading axes of p0 and parameters."""
+        x = self.x if self.counts is None else torch.where(self.active()[..., None], self.x, 0.0)
+        transition = in_logs(self.masked(), x.dim() - 1, self.log_params)
+        start = log_weights(self.p0, self.log_params, torch.float64).expand(*x.shape[:-2], -1)
+        return replace(self, x=x.double(), transition=transition, p0=start, log_params=True)
 
-    def potentials(self) -> Tensor:
-        """The log-potentials [*B, k, c], 0 past the end."""
-        return self.x if self.counts is None else torch.where(self.active()[..., None], self.x, 0.0)
+    def weights(self) -> list[Weights]:
+        """The weights that are read, by the names of arguments."""
+        starts = (self.active() & ~self.linked()).any().view((1,) * self.p0.dim())
+        return [*named_weights(self.name, self.transition, self.used()), Weights("p0", self.p0, starts)]
+
+    def check_values(self) -> None:
+        """Raise for NaN, +inf or a negative probability in values that have influence."""
+        x, names = torch.where(self.active()[..., None], self.x, 0.0), ("x_piece", self.name, "p0")
+        for weights in self.masked().parameters:
+            check_values(x, weights.reshape(-1, 1, 1), self.p0, None, names)
+        if not self.log_params:
+            check_weights(*self.weights())
+
+
+# ------------------------------------------------------------------------------------------------- checks of arguments
+
+
+def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool) -> Transition:
+    """Matrices that go with p0, or with a piece `like` of k variables, as a transition; raises for others."""
+    c, expected = like.shape[-1], str(k) if k == 1 else f"{max(k, 1)} or {min(k, 1)}"
+    if not isinstance(matrices, Transition):
+        check_tensor(name, matrices, 3, like=like)
+        if matrices.shape[-3] not in (1, k) or matrices.shape[-2:] != (c, c):
+            other, hint = "x_piece", ""
+            if name == "bulk":
+                other, hint = "p0", ": matrices that change go into update, as bulk_piece"
+            shapes = f"[..., {expected}, {c}, {c}] to go with {other} {list(like.shape)}, got {list(matrices.shape)}"
+            raise ValueError(f"{name}: expected shape {shapes}{hint}")
+        return Dense(matrices)
+    if viterbi:
+        check_products(matrices, name)
+    if matrices.states != c:
+        raise ValueError(f"{name}: expected {c} states, got {matrices} of {matrices.states}")
+    for parameter, own in zip(matrices.parameters, matrices.own_axes, strict=True):
+        check_tensor(name, parameter, own, like=like)
+        if parameter.dim() > own and parameter.shape[-1 - own] not in (1, k):
+            raise ValueError(f"{name}: expected {expected} steps before the last {own} axes, got {matrices}")
+    return matrices
+
+
+def checked_transition(
+    x: Tensor, bulk_piece: Tensor | Transition | None, bulk: Transition | None, p0: Tensor, before: Any, viterbi: bool
+) -> tuple[str, Transition]:
+    """The transition of a piece, and its name; raises for a piece that does not follow those of a batch `before`."""
+    if not torch.compiler.is_compiling():
+        if is_mapped():
+            raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
+        if takes_forward_derivatives():
+            raise NotImplementedError("Stream: expected no forward derivative, take gradients")
+    check_tensor("x_piece", x, 2, like=p0)
+    if viterbi:  # the number of final states depends on values
+        check_has_values("x_piece", x)
+    *batch, k, c = x.shape
+    if c != p0.shape[-1] or before not in (None, x.shape[:-2]):
+        sizes = ", ".join(map(str, (*(batch if before is None else before), "k", p0.shape[-1])))
+        raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
+    _check_lead("p0", p0, 1, x)
+    if (bulk is None) == (bulk_piece is None):
+        expected = "a torch.Tensor, since the stream has no" if bulk is None else "None, since the stream has a"
+        raise ValueError(f"bulk_piece: expected {expected} bulk of its own")
+    name = "bulk" if bulk_piece is None else "bulk_piece"
+    transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        _check_lead(name, parameter, own + 1, x)
+    return name, transition
+
+
+def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
+    """Raise for axes before the last ones that are neither left out nor of size 1 or that of the batch."""
+    batch, lead = x.shape[:-2], value.shape[: max(0, value.dim() - axes)]
+    pairs = zip(lead[::-1], batch[::-1], strict=False)
+    if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
+        expected = f"leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}"
+        raise ValueError(f"{name}: expected {expected}, got {list(value.shape)}")
+
+
+def checked_lengths(lengths: Lengths | None, x: Tensor) -> Tensor | None:
+    """The lengths of a piece as int64 [*B], of which 0 is one too."""
+    if lengths is None:
+        return None
+    ends, k = as_lengths(tensor_of(lengths).to(x.device), x), x.shape[-2]
+    if not kernels.on_gpu(x) and has_values(ends) and ends.numel():
+        low, high = (int(bound) for bound in ends.aminmax())
+        if low < 0 or high > k:
+            raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
+    return ends
+
+
+# ------------------------------------------------------------------------------------------------- steps and messages
 
 
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
@@ -128,17 +192,10 @@ def steps_between(transition: Transition, start: int, stop: int) -> Transition:
     return transition.with_parameters(*map(between, transition.parameters, transition.leads))
 
 
-def step_at(transition: Transition, step: int, axis: int) -> Transition:
-    """The transition of one step, whose parameters have all leading axes, that of steps being `axis`."""
-    return transition.map(lambda parameter: parameter.select(axis, step if parameter.shape[axis] > 1 else 0))
-
-
 def after_each(transition: Transition, messages: Tensor) -> Tensor:
     """The logarithmic messages [*B, k, c], each after its step of a transition with all leading axes."""
-    axis = messages.dim() - 2
-    if any(parameter.shape[axis] != 1 for parameter in transition.parameters):
-        return transition.apply(messages[..., None, :], LOG)[..., 0, :]
-    return step_at(transition, 0, axis).apply(messages, LOG)
+    axis = -3 if all(lead[-1] == 1 for lead in transition.leads) else -2  # rows of one matrix, or one of each
+    return transition.apply(messages.unsqueeze(axis), LOG).squeeze(axis)
 
 
 def before_all(x: Tensor) -> Message:

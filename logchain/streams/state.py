@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values
 from ..autograd.scan import Message
+from ..transitions import Transition
 from ..transitions.dense import Dense
 from .lag import Window
 from .paths import Survivors
@@ -19,47 +20,38 @@ _PARTS = {"message": Message, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """What the next piece depends on; `window` and `survivors` are None before they are needed.
+    """What the next piece depends on; `window` and `survivors` are None where no lag and no best path need them.
 
     `message` [*B, c] has sum 1; it is -inf before the first variable, and if impossible. `fresh` [*B]: no variable yet.
-    `over` [*B]: ended. Without looking at values, `unlinked`: all are known to be fresh, `running`: all to go on.
-    `double`: an operand was float64.
+    `over` [*B]: ended. `running`: all are known to go on, without looking at values. `double`: an operand was float64.
     """
 
     message: Message
     fresh: Tensor
     over: Tensor
-    unlinked: bool
     running: bool
     double: bool
     window: Window | None
     survivors: Survivors | None
 
     @classmethod
-    def before(cls, x: Tensor) -> "State":
+    def before(cls, x: Tensor, viterbi: bool) -> "State":
         """The state before the first variable of a batch like x."""
-        no = x.new_zeros(x.shape[:-2], dtype=torch.bool)
-        return cls(before_all(x), ~no, no, True, False, False, None, None)
+        over = x.new_zeros(x.shape[:-2], dtype=torch.bool)
+        message = before_all(x)
+        return cls(message, ~over, over, False, False, None, Survivors.none(message.values) if viterbi else None)
 
-    @property
-    def _readable(self) -> bool:
-        # on a GPU one would wait for values
-        return has_values(self.fresh) and not kernels.on_gpu(self.fresh)
-
-    def counts(self, ends: Tensor | None, k: int) -> Tensor | None:
-        """The number of variables of each sequence [*B] in a piece of k; None if all are known to have k."""
-        if ends is None and (self.running or (self._readable and not self.over.any())):
-            return None
-        counts = torch.where(self.over, 0, k if ends is None else ends.clamp(0, k))
-        return None if self._readable and (counts == k).all() else counts
-
-    def starting(self, counts: Tensor | None) -> bool | None:
-        """Whether all sequences start with a piece, or none does; None if some do, or if that is unknown."""
-        if self.running or (self._readable and not self.fresh.any()):
-            return False
-        if not self._readable:
-            return True if self.unlinked and counts is None else None
-        return True if self.fresh.all() and (counts is None or bool((counts > 0).all())) else None
+    def piece(
+        self, x: Tensor, name: str, transition: Transition, p0: Tensor, ends: Tensor | None, log_params: bool
+    ) -> Piece:
+        """The next piece, of lengths `ends` [*B]."""
+        k, counts = x.shape[-2], None
+        readable = has_values(self.fresh) and not kernels.on_gpu(self.fresh)  # on a GPU one would wait for values
+        if ends is not None or not self.running:
+            counts = torch.where(self.over, 0, k if ends is None else ends.clamp(0, k))
+            counts = None if readable and (counts == k).all() else counts
+        going = self.running or (readable and not self.fresh.any())
+        return Piece(x, transition, p0, name, counts, self.fresh, going, log_params)
 
     def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
         """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""
@@ -67,13 +59,9 @@ class State(NamedTuple):
         if ends is not None:
             unknown = ((ends < 0) | (ends > k))[..., None]  # on a GPU lengths have not been checked
             message, over = message._replace(scale=message.scale.masked_fill(unknown, torch.nan)), over | (ends < k)
-        return self._replace(
-            message=message,
-            fresh=self.fresh & (k == 0 if counts is None else counts == 0),
-            over=over,
-            unlinked=self.unlinked and k == 0,
-            running=counts is None and (k > 0 or self.running),
-        )
+        fresh = self.fresh & (k == 0 if counts is None else counts == 0)
+        running = counts is None and (k > 0 or self.running)
+        return self._replace(message=message, fresh=fresh, over=over, running=running)
 
     def restarted(self, mask: Tensor) -> "State":
         """The state with the sequences in a mask [*B] before their first variable again."""
