@@ -201,13 +201,13 @@ def as_lengths(
     return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
-def check_lengths(lengths: Tensor, v: int) -> None:
-    """Check that lengths lie from 1 to v, which waits for a GPU; those without values are not checked."""
+def check_lengths(lengths: Tensor, v: int, *, least: int = 1, name: str = "v") -> None:
+    """Check that lengths lie from `least` to v, which waits for a GPU; those without values are not checked."""
     if not has_values(lengths):
         return
-    if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
+    if lengths.numel() and not (least <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
-        raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
+        raise ValueError(f"lengths: expected values from {least} to {name} = {v}, got {low} to {high}")
 
 
 def check_flag(name: str, value: object) -> None:

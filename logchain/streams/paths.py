@@ -31,13 +31,6 @@ class Survivors(NamedTuple):
     paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
     starts: Tensor  # [*B, n]
 
-    @classmethod
-    def none(cls, like: Tensor) -> "Survivors":
-        """The survivors before the first variable, for a batch of messages [*B, c]."""
-        starts = like.new_zeros(*like.shape[:-1], 0, dtype=torch.bool)
-        paths = like.new_zeros(*starts.shape, like.shape[-1], dtype=torch.int32)
-        return cls(torch.full_like(like, -torch.inf), paths, starts)
-
     def best(self) -> Tensor:
         """The best path [*B, n]; any of an impossible sequence."""
         return self.paths.take_along_dim(_best_for_each(self.message)[..., None, :1], -1)[..., 0]

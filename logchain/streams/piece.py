@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import Lengths, as_lengths, check_has_values, check_tensor, check_values, has_values, tensor_of
+from ..arguments import Lengths, as_lengths, check_has_values, check_lengths, check_tensor, check_values, tensor_of
 from ..autograd.scan import Message
 from ..chain import named_weights
 from ..internals import is_mapped, takes_forward_derivatives
@@ -97,9 +97,6 @@ class Piece:
             check_weights(*self.weights())
 
 
-# ------------------------------------------------------------------------------------------------- checks of arguments
-
-
 def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool) -> Transition:
     """Matrices that go with p0, or with a piece `like` of k variables, as a transition; raises for others."""
     c, expected = like.shape[-1], str(k) if k == 1 else f"{max(k, 1)} or {min(k, 1)}"
@@ -135,61 +132,47 @@ def checked_transition(
     check_tensor("x_piece", x, 2, like=p0)
     if viterbi:  # the number of final states depends on values
         check_has_values("x_piece", x)
-    *batch, k, c = x.shape
-    if c != p0.shape[-1] or before not in (None, x.shape[:-2]):
+    batch, (k, c) = x.shape[:-2], x.shape[-2:]
+    if c != p0.shape[-1] or before not in (None, batch):
         sizes = ", ".join(map(str, (*(batch if before is None else before), "k", p0.shape[-1])))
         raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
-    _check_lead("p0", p0, 1, x)
     if (bulk is None) == (bulk_piece is None):
         expected = "a torch.Tensor, since the stream has no" if bulk is None else "None, since the stream has a"
         raise ValueError(f"bulk_piece: expected {expected} bulk of its own")
     name = "bulk" if bulk_piece is None else "bulk_piece"
     transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
-        _check_lead(name, parameter, own + 1, x)
+    parameters = zip((name,) * len(transition.parameters), transition.parameters, transition.own_axes, strict=True)
+    for argument, value, own in (("p0", p0, 0), *parameters):
+        lead = value.shape[: max(0, value.dim() - own - 1)]
+        pairs = zip(lead[::-1], batch[::-1], strict=False)
+        if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
+            expected = f"leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}"
+            raise ValueError(f"{argument}: expected {expected}, got {list(value.shape)}")
     return name, transition
-
-
-def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
-    """Raise for axes before the last ones that are neither left out nor of size 1 or that of the batch."""
-    batch, lead = x.shape[:-2], value.shape[: max(0, value.dim() - axes)]
-    pairs = zip(lead[::-1], batch[::-1], strict=False)
-    if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
-        expected = f"leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}"
-        raise ValueError(f"{name}: expected {expected}, got {list(value.shape)}")
 
 
 def checked_lengths(lengths: Lengths | None, x: Tensor) -> Tensor | None:
     """The lengths of a piece as int64 [*B], of which 0 is one too."""
     if lengths is None:
         return None
-    ends, k = as_lengths(tensor_of(lengths).to(x.device), x), x.shape[-2]
-    if not kernels.on_gpu(x) and has_values(ends) and ends.numel():
-        low, high = (int(bound) for bound in ends.aminmax())
-        if low < 0 or high > k:
-            raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
+    ends = as_lengths(tensor_of(lengths).to(x.device), x)
+    if not kernels.on_gpu(ends):
+        check_lengths(ends, x.shape[-2], least=0, name="k")
     return ends
-
-
-# ------------------------------------------------------------------------------------------------- steps and messages
 
 
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     """The transition with float64 logarithms of parameters, which have so many leading axes."""
-
-    def logs(weights: Tensor, own: int) -> Tensor:
-        return log_weights(weights, log_params, torch.float64)[(None,) * (lead + own - weights.dim())]
-
-    return transition.with_parameters(*map(logs, transition.parameters, transition.own_axes))
+    columns = zip(transition.parameters, transition.own_axes, strict=True)
+    logs = [log_weights(one, log_params, torch.float64)[(None,) * (lead + own - one.dim())] for one, own in columns]
+    return transition.with_parameters(*logs)
 
 
 def steps_between(transition: Transition, start: int, stop: int) -> Transition:
     """The transition of the steps from `start` to before `stop`; one for all steps as it is."""
-
-    def between(weights: Tensor, lead: torch.Size) -> Tensor:
-        return weights if lead[-1:] in ((), (1,)) else weights.narrow(len(lead) - 1, start, stop - start)
-
-    return transition.with_parameters(*map(between, transition.parameters, transition.leads))
+    pairs, size = zip(transition.parameters, transition.leads, strict=True), stop - start
+    parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
+    return transition.with_parameters(*parts)
 
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:

@@ -37,9 +37,11 @@ class State(NamedTuple):
     @classmethod
     def before(cls, x: Tensor, viterbi: bool) -> "State":
         """The state before the first variable of a batch like x."""
-        over = x.new_zeros(x.shape[:-2], dtype=torch.bool)
-        message = before_all(x)
-        return cls(message, ~over, over, False, False, None, Survivors.none(message.values) if viterbi else None)
+        over, message, survivors = x.new_zeros(x.shape[:-2], dtype=torch.bool), before_all(x), None
+        if viterbi:
+            paths = x.new_zeros((*over.shape, 0, x.shape[-1]), dtype=torch.int32)
+            survivors = Survivors(message.values, paths, over[..., None][..., :0])
+        return cls(message, ~over, over, False, False, None, survivors)
 
     def piece(
         self, x: Tensor, name: str, transition: Transition, p0: Tensor, ends: Tensor | None, log_params: bool
