@@ -10,11 +10,9 @@ from .autograd.scan import Message
 from .kernels.numbers import probabilities
 from .operands import differentiated, is_plain
 from .rescues import report_chains
-from .streams.filter import filtered
-from .streams.lag import passed, smoothed
+from .streams.filter import filtered, passed, smoothed
 from .streams.paths import extended, first_states, settled
-from .streams.piece import as_transition, checked_lengths, checked_transition, in_logs, log_norm
-from .streams.state import State
+from .streams.piece import State, as_transition, checked_lengths, checked_transition, in_logs, log_norm
 from .streams.stretch import Calls
 from .transitions import Transition
 from .transitions.dense import Dense

@@ -1,9 +1,10 @@
-"""The filtered posteriors of a piece, and the forward message that it leaves to the next one.
+"""The posteriors of a piece, filtered and smoothed with a lag, and the forward message that it leaves to the next one.
 
 Dense matrices without gradients are computed by the kernels of chains, others by the differentiable scan.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +13,17 @@ from .. import kernels
 from ..arguments import has_values
 from ..autograd.scan import Message, Steps, forward_messages
 from ..chain import check_shared_signs
-from ..internals import between_graphs
+from ..internals import between_graphs, tree_leaves
 from ..kernels import message as linear
 from ..kernels.chain import Chain
 from ..kernels.layout import Layout
 from ..kernels.numbers import probabilities, shifted
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
-from ..transitions import LOG
+from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 from . import stretch
-from .piece import Piece, after_each, scaled, selected
+from .piece import Piece, Window, after_each, mapped, scaled, selected, steps_between
 
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
@@ -133,3 +134,59 @@ def _by_any_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Messag
     for term in after.scale:
         leaving = scaled(leaving, layout.batched(term)[..., None])
     return leaving
+
+
+def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
+    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece in logarithms, and the rest."""
+    axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
+        return torch.cat([part.expand(*lead, *part.shape[axis:]) for part in (old, new)], axis)
+
+    if piece.name == "bulk_piece":
+        transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
+    window = Window(piece.x, messages, piece.linked(), transition)
+    if before is not None:
+        if before.transition is not None and transition is not None:
+            _check_alike(before.transition, transition)
+        window = mapped(joined, before, window)
+    ready = max(0, window.x.shape[axis] - lag)
+    # copied so that the memory of those before is free
+    rest = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
+    return smoothed(window, piece.transition, ready, lag), rest
+
+
+def smoothed(window: Window, transition: Transition | None, ready: int, lag: int) -> Tensor:
+    """The posteriors [*B, ready, c] of the first states, given up to `lag` more variables; 0 for no variable.
+
+    Their backward messages pass `lag` steps at once. `transition` is that of the stream, not read where it has none.
+    """
+    n, transition = window.x.shape[-2], window.transition or transition
+    assert transition is not None
+    transposed = transition.mT
+    x = shifted(torch.where(window.linked[..., None], window.x, 0.0))[0]
+    backward = torch.zeros_like(window.messages[..., :ready, :])
+    for j in range(min(lag, n - 1) if backward.numel() else 0, 0, -1):
+        stop = min(j + ready, n)
+        into = shifted(backward[..., : stop - j, :] + x[..., j:stop, :])[0]
+        before = after_each(steps_between(transposed, j, stop), into)
+        # the backward message of a sequence's last variable is 0
+        before = torch.where(window.linked[..., j:stop, None], before, 0.0)
+        backward = torch.cat([before, backward[..., stop - j :, :]], -2)
+    return probabilities(window.messages[..., :ready, :] + backward)
+
+
+def _check_alike(old: Transition, new: Transition) -> None:
+    """Raise for structures that differ in more than parameters, whose steps cannot be concatenated."""
+    was, now = map(_properties, (old, new))
+    pairs = zip(was, now, strict=False)
+    if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
+        expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
+        raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
+
+
+def _properties(one: Transition) -> list[Any]:
+    """What transitions must have in common: all but leading axes and values of parameters."""
+    sizes = [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]
+    return [type(one), *sizes, *tree_leaves(one.pattern or vars(one.with_parameters()))]

@@ -5,8 +5,6 @@ state of a variable, the states up to there are final, and only the later ones a
 starts again, the path to its best last state alone survives; states of an impossible sequence are -1.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,31 +13,13 @@ from ..autograd.paths import log_weight
 from ..kernels.numbers import shifted
 from ..operands import chain_of
 from ..transitions.dense import Dense
-from .piece import Piece, steps_between
+from .piece import Piece, Survivors, best_for_each, steps_between
 
 # log-potentials of chains to each state, in memory at a time
 _TERMS = 2**20
 
 # the most states, and the fewest steps, for which one compiled Viterbi to each state is faster than torch step by step
 _FEW, _LONG = 32, 16
-
-
-class Survivors(NamedTuple):
-    """The best path to each last state, its log-weight, and which variables are a sequence's first."""
-
-    message: Tensor  # [*B, c], the largest 0
-    paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
-    starts: Tensor  # [*B, n]
-
-    def best(self) -> Tensor:
-        """The best path [*B, n]; any of an impossible sequence."""
-        return self.paths.take_along_dim(_best_for_each(self.message)[..., None, :1], -1)[..., 0]
-
-    def impossible(self) -> Tensor:
-        """Which variables [*B, n] belong to the sequence that has started last, where that is impossible."""
-        starts = self.starts.long()
-        newest = starts.flip(-1).cumsum(-1).flip(-1) == starts
-        return newest & (self.message == -torch.inf).all(-1, keepdim=True)
 
 
 def extended(held: Survivors, piece: Piece) -> Survivors:
@@ -61,7 +41,7 @@ def extended(held: Survivors, piece: Piece) -> Survivors:
 
 def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     """The message after a piece, the paths through it to each state, and the states before it that they come from."""
-    pointers, first = [], _best_for_each(message)  # only the best path survives the end of a sequence
+    pointers, first = [], best_for_each(message)  # only the best path survives the end of a sequence
     active = piece.active()[..., None].unbind(-2)
     columns = zip(shifted(piece.x)[0].unbind(-2), active, piece.linked()[..., None].unbind(-2), strict=True)
     for i, (x, inside, linked) in enumerate(columns):
@@ -69,7 +49,7 @@ def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         after = torch.where(linked, after[..., 0, 0, :], piece.p0)
         pointers.append(torch.where(linked, before[..., 0, 0, :], first))
         message = torch.where(inside, _possible(shifted(after + x)[0]), message)
-    last = _best_for_each(message)
+    last = best_for_each(message)
     state = torch.arange(message.shape[-1], device=message.device).expand_as(message)
     states = []
     for inside, pointer in zip(reversed(active), reversed(pointers), strict=True):
@@ -121,8 +101,3 @@ def first_states(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
     """The first m states of the best paths [*B, m], and the survivors without them, copied to free their memory."""
     states = held.best()[..., :m].long().masked_fill(held.impossible()[..., :m], -1)
     return states, Survivors(held.message, held.paths[..., m:, :].clone(), held.starts[..., m:].clone())
-
-
-def _best_for_each(message: Tensor) -> Tensor:
-    """The best state for each state [*B, c], the lowest of equals; 0 for an impossible sequence."""
-    return message.max(-1, keepdim=True).indices.expand_as(message)
