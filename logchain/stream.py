@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_float_dtype, check_tensor
+from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_lengths, check_tensor
 from .autograd.scan import Message
 from .kernels.numbers import probabilities
-from .operands import differentiated, is_plain
+from .operands import differentiated, is_plain, on_gpu
 from .rescues import report_chains
 from .streams.filter import filtered, passed, smoothed
 from .streams.paths import extended, first_states, settled
-from .streams.piece import State, as_transition, checked_lengths, checked_transition, in_logs, log_norm
+from .streams.piece import State, as_transition, checked_transition, in_logs, log_norm
 from .streams.stretch import Calls
 from .transitions import Transition
 from .transitions.dense import Dense
@@ -59,12 +59,12 @@ class Stream:
         TypeError: an argument is of the wrong kind, or `viterbi` meets a structure whose entries are sums.
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
-    Cost of a piece of k variables: `k c^2` multiply-adds a sequence (of structures `multiply_adds` a step) in k
-    dependent steps, and a fraction of a millisecond; with a lag `k L c^2` more in L dependent steps; with `viterbi`
-    `k c^2` additions and maxima, `c` times that for up to 32 states. Structures, gradients, and best paths of more
-    states take several of torch's operators for each step, in float64. Memory: posteriors, some megabytes that pieces
-    share, one message, L variables and their matrices, and c 4-byte states for each variable whose best state later
-    data can change, in any of the sequences. A lag, `viterbi` and gradients copy the piece in float64.
+    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, and a fraction of a
+    millisecond; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, `c` times
+    that for up to 32 states. Structures, gradients, and best paths of more states take several of torch's operators a
+    step, in float64. Memory: posteriors, some megabytes that pieces share, one message, L variables and their matrices,
+    and c 4-byte states for each variable whose best state later data can change, in any of the sequences. A lag,
+    `viterbi` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
@@ -143,17 +143,20 @@ class Stream:
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag takes no variable past its sequence's end. States of the best path
-            are returned once later data cannot change them in any sequence; a sequence that is impossible or NaN has
-            state -1 from the first variable that had not been returned before. All results but the states can be
-            differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
+            impossible. A lag takes no variable past a sequence's end. States of the best path are returned once later
+            data cannot change them in any sequence; one that is impossible or NaN has state -1 from the first variable
+            that had not been returned before. All results but the states can be differentiated twice, with respect to
+            earlier pieces as `detach` says.
         """
         repeated = self._repeated(x_piece, bulk_piece, lengths)
         if repeated is not None:
             return repeated
         batch = None if self._state is None else self._state.fresh.shape
         name, transition = checked_transition(x_piece, bulk_piece, self._bulk, self._p0, batch, self._viterbi)
-        ends, state = checked_lengths(lengths, x_piece), self._state or State.before(x_piece, self._viterbi)
+        ends = None if lengths is None else as_lengths(lengths, x_piece, least=0)
+        if ends is not None and not on_gpu(ends):
+            check_lengths(ends, x_piece.shape[-2], least=0)
+        state = self._state or State.before(x_piece, self._viterbi)
         piece = state.piece(x_piece, name, transition, self._p0, ends, self._log_params)
         if self._validate:
             piece.check_values()

@@ -141,8 +141,10 @@ def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> t
     axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
-        lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
-        return torch.cat([part.expand(*lead, *part.shape[axis:]) for part in (old, new)], axis)
+        if old.shape[:axis] != new.shape[:axis]:
+            lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
+            old, new = (part.expand(*lead, *part.shape[axis:]) for part in (old, new))
+        return torch.cat([old, new], axis)
 
     if piece.name == "bulk_piece":
         transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))

@@ -25,15 +25,13 @@ _FEW, _LONG = 32, 16
 def extended(held: Survivors, piece: Piece) -> Survivors:
     """The survivors after a piece in logarithms."""
     k, c = piece.x.shape[-2:]
-    first = 0 if piece.going else 1
-    fast = isinstance(piece.transition, Dense) and c <= _FEW and k >= _LONG + first and kernels.in_c(piece.x)
+    fast = isinstance(piece.transition, Dense) and c <= _FEW and k >= _LONG and kernels.in_c(piece.x)
     if not fast or piece.x.numel() == 0 or piece.counts is not None:
         return _joined(held, piece, *_stepwise(held.message, piece)) if k else held
-    if first:
-        part = piece.part(0, 1)
-        held = _joined(held, part, *_stepwise(held.message, part))
+    if not piece.going:
+        return extended(extended(held, piece.part(0, 1)), piece.part(1, k))
     size = max(2, _TERMS // max(1, c * piece.x[..., 0, :].numel()))
-    for start in range(first, k, size):
+    for start in range(0, k, size):
         part = piece.part(start, min(start + size, k))
         held = _joined(held, part, *_to_each(held.message, part))
     return held

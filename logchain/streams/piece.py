@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import (
-    Lengths,
-    as_lengths,
-    check_has_values,
-    check_lengths,
-    check_tensor,
-    check_values,
-    has_values,
-    tensor_of,
-)
+from ..arguments import check_has_values, check_tensor, check_values, has_values
 from ..autograd.scan import Message
 from ..chain import named_weights
 from ..internals import is_mapped, takes_forward_derivatives
@@ -158,7 +149,9 @@ class State(NamedTuple):
     @classmethod
     def before(cls, x: Tensor, viterbi: bool) -> "State":
         """The state before the first variable of a batch like x."""
-        over, message, survivors = x.new_zeros(x.shape[:-2], dtype=torch.bool), before_all(x), None
+        over, survivors = x.new_zeros(x.shape[:-2], dtype=torch.bool), None
+        zero = x.new_zeros((*over.shape, 1), dtype=torch.float64)
+        message = Message(x.new_full((*over.shape, x.shape[-1]), -torch.inf, dtype=torch.float64), zero, zero)
         if viterbi:
             paths = x.new_zeros((*over.shape, 0, x.shape[-1]), dtype=torch.int32)
             survivors = Survivors(message.values, paths, over[..., None][..., :0])
@@ -188,7 +181,7 @@ class State(NamedTuple):
 
     def restarted(self, mask: Tensor) -> "State":
         """The state with the sequences in a mask [*B] before their first variable again."""
-        message = selected(mask, before_all(self.message.values[..., None, :]), self.message)
+        message = selected(mask, State.before(self.message.values[..., None, :], False).message, self.message)
         return self._replace(message=message, fresh=self.fresh | mask, over=self.over & ~mask, running=False)
 
     def detached(self) -> "State":
@@ -269,16 +262,6 @@ def checked_transition(
     return name, transition
 
 
-def checked_lengths(lengths: Lengths | None, x: Tensor) -> Tensor | None:
-    """The lengths of a piece as int64 [*B], of which 0 is one too."""
-    if lengths is None:
-        return None
-    ends = as_lengths(tensor_of(lengths).to(x.device), x)
-    if not kernels.on_gpu(ends):
-        check_lengths(ends, x.shape[-2], least=0, name="k")
-    return ends
-
-
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     """The transition with float64 logarithms of parameters, which have so many leading axes."""
     columns = zip(transition.parameters, transition.own_axes, strict=True)
@@ -295,15 +278,10 @@ def steps_between(transition: Transition, start: int, stop: int) -> Transition:
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:
     """The logarithmic messages [*B, k, c], each after its step of a transition with all leading axes."""
-    axis = -3 if all(lead[-1] == 1 for lead in transition.leads) else -2  # rows of one matrix, or one of each
-    return transition.apply(messages.unsqueeze(axis), LOG).squeeze(axis)
-
-
-def before_all(x: Tensor) -> Message:
-    """The message before the first variable of a batch like x [*B, k, c]: no state is possible, with scale 0."""
-    message = x.new_full((*x.shape[:-2], x.shape[-1]), -torch.inf, dtype=torch.float64)
-    zero = x.new_zeros((*x.shape[:-2], 1), dtype=torch.float64)
-    return Message(message, zero, zero)
+    axis = messages.dim() - 2
+    if any(parameter.shape[axis] != 1 for parameter in transition.parameters):
+        return transition.apply(messages[..., None, :], LOG)[..., 0, :]
+    return transition.map(lambda parameter: parameter.squeeze(axis)).apply(messages, LOG)
 
 
 def log_norm(message: Message) -> Tensor:
