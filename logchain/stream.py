@@ -165,13 +165,13 @@ class Stream:
         dtype = self._result_dtype(state) if self._filtered else None
         message, (posteriors, messages) = filtered(piece, state.message, dtype, self._lag > 0, self._calls)
         state, ready, states = state.after(piece, message, ends), None, None
+        if self._lag and messages is not None:
+            ready, window = passed(state.window, piece.logs, messages, self._lag)
+            state = state._replace(window=window)
         if state.survivors is not None:
             with torch.no_grad():
                 states, survivors = settled(extended(state.survivors, piece.logs))
             state = state._replace(survivors=survivors)
-        if self._lag and messages is not None:
-            ready, window = passed(state.window, piece.logs, messages, self._lag)
-            state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
     def _repeated(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:

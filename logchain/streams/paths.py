@@ -64,8 +64,8 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     c = piece.x.shape[-1]
     x, p0 = torch.cat([message[..., None, :], piece.x], -2), message.new_zeros(c)
     x = x.expand(c, *x.shape).clone()
-    ends = torch.eye(c, dtype=torch.bool, device=x.device).view(c, *(1,) * (x.dim() - 3), c)
-    x[..., -1, :].masked_fill_(~ends, -torch.inf)
+    ends = torch.full((c, c), -torch.inf, dtype=x.dtype, device=x.device).fill_diagonal_(0.0)
+    x[..., -1, :] += ends.view(c, *(1,) * (x.dim() - 3), c)  # a NaN remains one in all copies
     layout, chain = chain_of(x, piece.bulk, p0, None, True)
     states, _ = kernels.path_kernels(x).paths(chain, x.shape[-2])
     states = layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, k + 1)
