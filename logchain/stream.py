@@ -191,9 +191,9 @@ class Stream:
         if repeated is None or self._result_dtype(state) != x.dtype or differentiated(x, bulk, self._p0, *message):
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        after, log_norm, redone = repeated.forward(x, message, shares)
-        if redone:
-            report_chains(redone)
+        after, log_norm, recomputed = repeated.forward(x, message, shares)
+        if recomputed:
+            report_chains(recomputed)
         self._state = state._replace(message=Message(*after))
         return StreamUpdate(log_norm, shares, None, None)
 
