@@ -173,11 +173,16 @@ def tensor_of(lengths: Lengths, name: str = "lengths") -> Tensor:
 
 
 def as_lengths(
-    lengths: Lengths, x: Tensor, device: torch.device | None = None, *, given: tuple[str, Tensor] | None = None
+    lengths: Lengths,
+    x: Tensor,
+    device: torch.device | None = None,
+    *,
+    given: tuple[str, Tensor] | None = None,
+    least: int = 1,
 ) -> Tensor:
     """Lengths 1..v of the shape of the first batch axes, checked, as int64 [*B] on `device` (by default that of x).
 
-    `given`: the name and value of what the caller passed in the place of x.
+    `given`: the name and value of what the caller passed in the place of x. `least`: 0 in a piece of a stream.
     """
     batch, v, device = x.shape[:-2], x.shape[-2], device or x.device
     # values of a tensor on x's device are checked later, by the operator: here the tensor may be traced or mapped
@@ -196,18 +201,19 @@ def as_lengths(
         text = f"to go with {name} {list(value.shape)}, got {list(lengths.shape)}"
         raise ValueError(f"lengths: expected shape {prefixes} {text}")
     if on_host and not torch.compiler.is_compiling():
-        check_lengths(lengths, v)
+        check_lengths(lengths, v, least)
     lengths = lengths.to(device, torch.int64)
     return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
-def check_lengths(lengths: Tensor, v: int) -> None:
-    """Check that lengths lie from 1 to v, which waits for a GPU; those without values are not checked."""
+def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
+    """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
     if not has_values(lengths):
         return
-    if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
+    if lengths.numel() and not (least <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
-        raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
+        expected = f"values from {least} to {'v' if least else 'k'} = {v}"
+        raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
 
 
 def check_flag(name: str, value: object) -> None:

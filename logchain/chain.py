@@ -6,6 +6,7 @@ Packed sequences are computed in padded batches of similar lengths; on a CPU, on
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -213,22 +214,40 @@ class Chain:
 
     def weights(self) -> list[Weights]:
         """The weights as they were passed, of which the transitions into variables are read."""
-        weights, structure, x = [], self._bulk, self.operands.x
-        names = ["bulk"] if isinstance(structure, Dense) else [f"bulk.{name}" for name in structure.names]
-        parts = zip(structure.parameters, structure.leads, structure.used, strict=True)
-        for i, (parameter, lead, used) in enumerate(parts):
+        reads, x = [], self.operands.x
+        for i, lead in enumerate(self._bulk.leads):
             if self.packed:  # no transition leads into a first row
-                rows = torch.ones(len(x), dtype=torch.bool, device=parameter.device)
+                rows = torch.ones(len(x), dtype=torch.bool, device=self._bulk.device)
                 rows[self.starts.to(rows.device)] = False
                 read: Tensor | None = rows if self._by_row(i) else rows.any(0, keepdim=bool(lead))
             else:
                 read = read_steps(lead or (1,), x.shape[-2], self.operands.lengths)
                 read = read if read is None or len(lead) else read[0]
-            if used is not None:
-                every = torch.ones(lead, dtype=torch.bool, device=used.device) if read is None else read
-                read = every.view(*every.shape, *(1,) * used.dim()) & used
-            weights.append(Weights(names[i], parameter, read))
-        return [*weights, Weights("p0", self._p0)]
+            reads.append(read)
+        return [*named_weights("bulk", self._bulk, reads), Weights("p0", self._p0)]
+
+
+def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | None]) -> list[Weights]:
+    """The parameters by the names of arguments, of which the steps `reads` [*lead], or all, are read."""
+    names = [name] if isinstance(transition, Dense) else [f"{name}.{each}" for each in transition.names]
+    weights = []
+    for each, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
+        if used is not None:
+            every = torch.ones((), dtype=torch.bool, device=used.device) if read is None else read
+            read = every[(..., *(None,) * used.dim())] & used
+            read = read[(None,) * (parameter.dim() - read.dim())]
+        weights.append(Weights(each, parameter, read))
+    return weights
+
+
+def check_shared_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
+    """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
+    if not kernels.in_c(x) or not at_hand(x, p0, *transition.parameters):
+        return
+    shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]
+    below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]
+    if any(below):
+        check_weights(*compress(weights(), (*shared, True)))
 
 
 def _inside(states: Tensor, lengths: Tensor | None) -> Tensor:
@@ -268,11 +287,8 @@ def _of_structure(
         pairs = zip(bulk.parameters, bulk.leads, strict=True)
         shared = bulk.with_parameters(*(one[None, :1] if lead else one for one, lead in pairs))
         check_operands(x[None], shared, p0[:1] if p0.dim() > 1 else p0, log_params, None)
-    if not log_params and kernels.in_c(x) and at_hand(*chain.operands.tensors):
-        is_one = [len(lead) == 0 or lead[-1] == 1 for lead in bulk.leads]
-        for weights, is_shared in zip(chain.weights(), (*is_one, True), strict=True):
-            if is_shared and has_negative(weights.values):
-                check_weights(weights)
+    if not log_params:
+        check_shared_signs(x, bulk, p0, chain.weights)
     return chain
 
 

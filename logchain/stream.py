@@ -5,17 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag
+from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_lengths, check_tensor
 from .autograd.scan import Message
 from .kernels.numbers import probabilities
-from .operands import differentiated, is_plain
+from .operands import differentiated, is_plain, on_gpu
 from .rescues import report_chains
-from .streams.arguments import as_transition, check_mask, check_stream, check_used, checked_piece
-from .streams.filter import filtered
-from .streams.lag import passed, smoothed
-from .streams.paths import Survivors, extended, first_states, settled
-from .streams.piece import in_logs, log_norm
-from .streams.state import State
+from .streams.filter import filtered, passed, smoothed
+from .streams.paths import extended, first_states, settled
+from .streams.piece import State, as_transition, checked_transition, in_logs, log_norm
 from .streams.stretch import plain_stretch
 from .transitions import Transition
 from .transitions.dense import Dense
@@ -41,39 +38,33 @@ class Stream:
     r"""`logchain.product` of a chain that comes in pieces, in constant memory, with posteriors as they become known.
 
     After each piece `log_norm` is the log-partition of the whole chain so far, however it is divided. Between pieces
-    one forward message is stored. `logchain.filtered` is one call for a whole chain.
+    one forward message is stored, in float64. `logchain.filtered` is one call for a whole chain.
 
     Args:
-        bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings
-            its own. Leading axes may be of size 1 or left out. Or a structure of `logchain.transitions`, of which a
-            step costs what its `multiply_adds` say, in float64 log space, by a few of torch's operators for each step.
+        bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, or structure of `logchain.transitions` for
+            every step; None where each update brings its own. Leading axes may be of size 1 or left out.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
         viterbi: return the states of the best path once later data cannot change them.
         filtered: return the posterior of each state given everything up to it; False saves the time.
-        detach: gradients stop at the start of the present piece, so that memory is constant; with False they reach back
-            to the first piece, and so does memory.
+        detach: gradients stop at the start of the present piece; with False they, and memory, reach to the first one.
         dtype: dtype of the results; by default float64 if an operand so far is float64, otherwise float32.
         validate: also check the values of each piece, which costs a pass over the data.
 
-    Operands may be float32, float64, bfloat16 or float16; the arithmetic within a piece is that of `logchain.product`,
-    the message between pieces is float64, and so are all steps with gradients. Sequences may end and start again
-    at different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
+    Operands may be float32, float64, bfloat16 or float16. A NaN in one sequence does not reach the others. Inside
+    `torch.compile` there are graph breaks; `torch.vmap` and forward derivatives raise NotImplementedError.
 
     Raises:
         TypeError: an argument is of the wrong kind, or `viterbi` meets a structure whose entries are sums.
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
-    Without gradients (in `torch.no_grad()`, or if no operand requires one) the chain's kernels compute a piece; with
-    gradients each step takes several of torch's operators, which is far slower for few states. Inside `torch.compile`
-    there are graph breaks; `torch.vmap` and forward derivatives raise NotImplementedError.
-
     Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, and a fraction of a
-    millisecond for each update; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and
-    maxima, `c` times that for up to 32 states, and one step at a time beyond. Memory: posteriors, some megabytes that
-    pieces share, one message, L variables and their matrices, and c 4-byte states for each variable whose best state
-    later data can still change, in any of the sequences. A lag, `viterbi` and gradients copy the piece in float64.
+    millisecond; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, `c` times
+    that for up to 32 states. Structures, gradients, and best paths of more states take several of torch's operators a
+    step, in float64. Memory: posteriors, some megabytes that pieces share, one message, L variables and their matrices,
+    and c 4-byte states for each variable whose best state later data can change, in any of the sequences. A lag,
+    `viterbi` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
@@ -106,13 +97,22 @@ class Stream:
         dtype: torch.dtype | None = None,
         validate: bool = False,
     ) -> None:
-        check_stream(p0, lag, dtype)
+        check_tensor("p0", p0, 1)
+        if p0.shape[-1] < 1:
+            raise ValueError(f"p0: expected at least one state [..., c], got {list(p0.shape)}")
+        if isinstance(lag, bool) or not isinstance(lag, int):
+            raise TypeError(f"lag: expected an integer, got {lag!r}")
+        if lag < 0:
+            raise ValueError(f"lag: expected 0 or more, got {lag}")
+        check_float_dtype("dtype", dtype)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
         self._bulk, self._p0 = None if bulk is None else as_transition("bulk", bulk, 1, p0, viterbi), p0
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
+        # what the state depends on
+        self._options = dict(c=p0.shape[-1], log_params=log_params, lag=lag, viterbi=viterbi, bulk=bulk is not None)
         self._state: State | None = None
 
     @property
@@ -134,43 +134,43 @@ class Stream:
 
         Args:
             x_piece: log-potentials `[*B, k, c]` in nats; k may be another one each time, and 0. `B` stays as it is.
-            bulk_piece: transition weights `[*B or ones, k or 1, c, c]`, the matrix that leads *into* each variable of
-                the piece; only where the stream has no `bulk` of its own. What leads into a sequence's first variable
-                has no influence, since no transition is before it. Or a structure of as many steps; where there is a
-                lag, all updates bring the same structure, with other parameters.
+            bulk_piece: transition weights `[*B or ones, k or 1, c, c]` or a structure of as many steps, which lead
+                *into* each variable of the piece, if the stream has no `bulk`; with a lag, all updates bring the same
+                structure, with other parameters. What leads into a sequence's first variable has no influence.
             lengths: integers from 0 to k of the shape of the first axes of `B`, or one for all: how many variables of
-                the piece each sequence has. One that has less than k has ended: nothing that comes has influence on it,
-                until `reset` starts it again.
+                the piece each sequence has. One that has less than k has ended, until `reset` starts it again.
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag takes no variable past its sequence's end. States of the best path
-            are returned once later data cannot change them in any sequence; a sequence that is impossible or NaN has
-            state -1 from the first variable that had not been returned before. All results but the states can be
-            differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
+            impossible. A lag takes no variable past a sequence's end. States of the best path are returned once later
+            data cannot change them in any sequence; one that is impossible or NaN has state -1 from the first variable
+            that had not been returned before. All results but the states can be differentiated twice, with respect to
+            earlier pieces as `detach` says.
         """
         update = self._by_one_call(x_piece, bulk_piece, lengths)
         if update is not None:
             return update
-        state, piece, ends = checked_piece(
-            x_piece, bulk_piece, lengths, self._bulk, self._p0, self._state, self._log_params, self._viterbi
-        )
+        batch = None if self._state is None else self._state.fresh.shape
+        name, transition = checked_transition(x_piece, bulk_piece, self._bulk, self._p0, batch, self._viterbi)
+        ends = None if lengths is None else as_lengths(lengths, x_piece, least=0)
+        if ends is not None and not on_gpu(ends):
+            check_lengths(ends, x_piece.shape[-2], least=0)
+        state = self._state or State.before(x_piece, self._viterbi)
+        piece = state.piece(x_piece, name, transition, self._p0, ends, self._log_params)
         if self._validate:
-            check_used(piece)
-        state = state.detached() if self._detach else state
-        is_double = torch.float64 in (piece.x.dtype, piece.p0.dtype, piece.transition.dtype)
-        state = state._replace(double=state.double or is_double)
-        logs = piece.logs() if self._lag or self._viterbi else None
+            piece.check_values()
+        double = state.double or torch.float64 in (x_piece.dtype, self._p0.dtype, transition.dtype)
+        state = (state.detached() if self._detach else state)._replace(double=double)
         dtype = self._result_dtype(state) if self._filtered else None
-        message, posteriors, messages = filtered(piece, state.message, dtype, logs if self._lag else None)
+        message, (posteriors, messages) = filtered(piece, state.message, dtype, self._lag > 0)
         state, ready, states = state.after(piece, message, ends), None, None
-        if self._viterbi and logs is not None:
-            with torch.no_grad():
-                states, survivors = settled(extended(state.survivors or Survivors.none(message.values), logs))
-            state = state._replace(survivors=survivors)
-        if self._lag and logs is not None and messages is not None:
-            ready, window = passed(state.window, logs, messages, self._lag)
+        if self._lag and messages is not None:
+            ready, window = passed(state.window, piece.logs, messages, self._lag)
             state = state._replace(window=window)
+        if state.survivors is not None:
+            with torch.no_grad():
+                states, survivors = settled(extended(state.survivors, piece.logs))
+            state = state._replace(survivors=survivors)
         return self._to(state, posteriors, ready, states)
 
     def _by_one_call(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
@@ -179,11 +179,11 @@ class Stream:
         All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
         """
         state = self._state
-        if state is None or not state.running or bulk_piece is not None or lengths is not None:
+        if self._lag or self._viterbi or self._validate or bulk_piece is not None or lengths is not None:
             return None
-        if self._lag or self._viterbi or self._validate:
+        if state is None or not state.running or not isinstance(self._bulk, Dense):
             return None
-        if not isinstance(self._bulk, Dense) or not isinstance(x, Tensor) or not is_plain((x,)):
+        if not isinstance(x, Tensor) or not is_plain((x,)):
             return None
         bulk, message = self._bulk.parameters[0], state.message
         if self._result_dtype(state) != x.dtype or differentiated(x, bulk, self._p0, *message):
@@ -193,18 +193,13 @@ class Stream:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         stretch, log_norm = plain[0], torch.empty_like(plain[1])
-        after, redone = stretch.forward((x, bulk, self._p0), message, shares=shares, value=log_norm)
+        after, redone = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
         report_chains(redone)
         self._state = state._replace(message=Message(*after))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
         """The posteriors and states that were still waiting for more variables, with all sequences ended.
-
-        `reset` starts sequences again.
-
-        Returns:
-            `StreamUpdate`, whose filtered posterior is empty.
 
         >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]), viterbi=True)
         >>> stream.update(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).states  # later data can change both
@@ -218,53 +213,34 @@ class Stream:
         if self._lag:
             bulk = self._bulk and in_logs(self._bulk, message.dim(), self._log_params)
             ready = smoothed(state.window, bulk, state.window.x.shape[-2], self._lag) if state.window else empty
-        if self._viterbi:
-            survivors = state.survivors or Survivors.none(message)
-            states, survivors = first_states(survivors, survivors.paths.shape[-2])
+        if state.survivors is not None:
+            states, survivors = first_states(state.survivors, state.survivors.paths.shape[-2])
             state = state._replace(survivors=survivors)
         state = state._replace(over=torch.ones_like(state.over), running=False, window=None)
-        return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
+        return self._to(state, empty if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Start sequences again at `p0`, with the next piece.
-
-        Args:
-            mask: bool `[*B]`, True for the sequences to start; None for all.
-
-        >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]))
-        >>> _ = stream.update(torch.tensor([[3.0, 3.0]]))
-        >>> stream.reset()
-        >>> stream.update(torch.tensor([[2.5, 2.5]])).log_norm
-        tensor(2.5000)
-        """
+        """Start sequences again at `p0`, with the next piece: those of a bool `mask` `[*B]`, or all."""
         state = self._state
-        check_mask(mask, None if state is None else state.fresh)
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+            got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask: expected a torch.Tensor of bool, got {got}")
+        if mask is not None and (state is None or mask.shape != state.fresh.shape):
+            expected = "None before the first update" if state is None else list(state.fresh.shape)
+            raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
         if state is not None:
             self._state = state.restarted(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
         """The state that later updates depend on, besides the arguments of the stream: see `load_state_dict`.
 
-        It holds no gradients.
-
-        Returns:
-            Tensors, numbers and flags; and a structure, where updates bring one and there is a lag, which `torch.load`
-            takes without `weights_only`.
-
-        >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]))
-        >>> sorted(stream.state_dict())
-        ['options', 'state']
+        It holds tensors without gradients, numbers and flags; and a structure, where updates bring one and there is a
+        lag, which `torch.load` takes without `weights_only`.
         """
-        return {"options": self._options(), "state": None if self._state is None else self._state.plain()}
+        return {"options": self._options, "state": None if self._state is None else self._state.plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream of the same arguments was, with the same bits.
-
-        Args:
-            state: what `state_dict()` of that stream returned.
-
-        Raises:
-            ValueError: it is another, or that of a stream of other arguments.
+        """Go on from where another stream of the same arguments was, with the same bits, by its `state_dict()`.
 
         >>> bulk, p0 = torch.eye(2)[None], torch.tensor([0.5, 0.5])
         >>> stream, other = Stream(bulk, p0), Stream(bulk, p0)
@@ -275,16 +251,12 @@ class Stream:
         """
         if not isinstance(state, dict) or set(state) != {"options", "state"}:
             raise ValueError("state: expected what state_dict() of a stream has returned")
-        if state["options"] != self._options():
-            raise ValueError(f"state: expected that of a stream with {self._options()}, got {state['options']}")
+        if state["options"] != self._options:
+            raise ValueError(f"state: expected that of a stream with {self._options}, got {state['options']}")
         fields = state["state"]
         if fields is not None and set(fields) != set(State._fields):
             raise ValueError("state: expected what state_dict() of a stream of this version has returned")
         self._state = None if fields is None else State.of_plain(fields)
-
-    def _options(self) -> dict[str, Any]:
-        options = dict(c=self._p0.shape[-1], log_params=self._log_params, lag=self._lag, viterbi=self._viterbi)
-        return options | {"bulk": self._bulk is not None}
 
     def _begun(self) -> State:
         if self._state is None:
@@ -296,6 +268,6 @@ class Stream:
 
     def _to(self, state: State, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
         """The results of `update`, with `state` as the stream's new state."""
-        self._state = state
-        ready = None if ready is None else ready.to(self._result_dtype(state))
+        self._state, dtype = state, self._result_dtype(state)
+        posteriors, ready = (value if value is None else value.to(dtype) for value in (posteriors, ready))
         return StreamUpdate(self.log_norm, posteriors, ready, states)

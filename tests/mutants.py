@@ -319,7 +319,7 @@ MUTANTS = [
     Mutant("an impossible path of an impossible sequence is NaN", "logchain/log_prob.py",
            "    return torch.where(impossible, -torch.inf, weight - norm)\n", "    return weight - norm\n",
            table(f"{VALUES} and log_prob")),
-    Mutant("smoothed posteriors look one variable less ahead", "logchain/streams/lag.py",
+    Mutant("smoothed posteriors look one variable less ahead", "logchain/streams/filter.py",
            "range(min(lag, n - 1) if", "range(min(lag - 1, n - 1) if",
            table(f"{VALUES} and cpu-stream")),
     Mutant("a stream forgets the scale of what was lost", "logchain/streams/filter.py",

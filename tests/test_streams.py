@@ -339,6 +339,21 @@ def test_an_impossible_segment_does_not_spoil_the_one_before():
     assert found.tolist() == [[1, 1, 1, -1, -1], [1] * 5]
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("size", [2, 20])
+def test_best_paths_of_unknown_sequences_are_minus_one(size, value):
+    """Wherever the value is: in long pieces, a compiled Viterbi to each last state must not miss that of another."""
+    draw = torch.Generator().manual_seed(0)
+    x, bulk, p0 = torch.randn(3, size, 4, generator=draw), torch.rand(1, 4, 4, generator=draw), torch.ones(4)
+    for step in (0, size // 2, size - 1):
+        stream, unknown = Stream(bulk, p0, viterbi=True), x.clone()
+        stream.update(torch.zeros(3, 1, 4))
+        unknown[1, step, 2] = value
+        states = torch.cat([stream.update(unknown).states, stream.flush().states], -1)
+        assert ((states == -1).all(-1) == torch.tensor([False, True, False])).all(), step
+        assert (states[[0, 2]] >= 0).all()
+
+
 def test_transforms():
     """Inside torch.compile a stream works, by graph breaks; torch.vmap and forward derivatives are refused."""
     chain = FAMILIES["dense"](F32, n=2, t=1)

@@ -15,19 +15,19 @@ Carried = tuple[Tensor, Tensor, Tensor]
 class Stretch(Template):
     """The arguments of stretches of one shape except for addresses; only shapes and strides of `chain` are read.
 
-    `head`: a message enters, and the first of the matrices, as many as steps or one, leads from it into the first step;
-    otherwise the stretch begins with p0.
+    The first of the matrices, as many as steps or one, leads from the message that enters into the first step.
     """
 
-    def __init__(self, chain: Chain, *, head: bool) -> None:
-        super().__init__(chain, entered=head)
-        self._head, self._name, shares = head, "stretch" if head else "value", self.arguments.out
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain, entered=True)
+        shares = self.arguments.out
         self._places = offsets((chain.g * chain.m,), (chain.v * chain.c,))
         shares.step, shares.at = chain.c, self._places.data_ptr()
 
     def forward(
         self,
-        operands: tuple[Tensor, Tensor, Tensor],
+        x: Tensor,
+        bulk: Tensor,
         carried: Carried,
         *,
         ends: Tensor | None = None,
@@ -38,13 +38,11 @@ class Stretch(Template):
     ) -> tuple[Carried, int]:
         """The message that leaves, and the number of sequences that were computed exactly.
 
-        `operands` are x, bulk and p0. `ends` int64 (g, m) are numbers of steps, an entering message counted as one.
-        Where there is memory, messages are written to `messages` (v, g, m, c), the entering one first, and which of
-        them are logarithms to `redone` (g, m); those with sum 1 to `shares` [*B, v, c], contiguous, and log-partitions
-        to `value`.
+        `ends` int64 (g, m) are numbers of steps, the entering message counted as one. Where there is memory, messages
+        are written to `messages` (v, g, m, c), the entering one first, and which of them are logarithms to `redone`
+        (g, m); those with sum 1 to `shares` [*B, v, c], contiguous, and log-partitions to `value`.
         """
-        x, bulk, p0 = operands
-        a = self.of(x, bulk, None if self._head else p0)
+        a = self.of(x, bulk)
         message, total, error = (part.contiguous() for part in carried)
         after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(error)
         before = a.around
@@ -60,4 +58,4 @@ class Stretch(Template):
             a.ends, a.order = ends.data_ptr(), order.data_ptr()
         if value is not None:
             a.value = value.data_ptr()
-        return after, self.run(self._name, a)
+        return after, self.run("stretch", a)

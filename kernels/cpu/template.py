@@ -54,8 +54,8 @@ class Template:
         self.arguments.last, self.on_one_thread = chain.g * chain.m, len(self._spans) == 1
         self._calls: dict[str, tuple[Any, int]] = {}
 
-    def of(self, x: Tensor, bulk: Tensor, p0: Tensor | None) -> Arguments:
-        """The arguments for operands; without a `p0` that of a stretch that a message enters."""
+    def of(self, x: Tensor, bulk: Tensor, p0: Tensor | None = None) -> Arguments:
+        """The arguments for operands; a chain that a message enters has no `p0`."""
         a = Arguments.from_buffer_copy(self.arguments)
         a.x.data, a.bulk.data = x.data_ptr(), bulk.data_ptr()
         if p0 is not None:

@@ -1,9 +1,10 @@
-"""The filtered posteriors of a piece, and the forward message that it leaves to the next one.
+"""The posteriors of a piece, filtered and smoothed with a lag, and the forward message that it leaves to the next one.
 
 Dense matrices without gradients are computed by the kernels of chains, others by the differentiable scan.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,131 +12,182 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values
 from ..autograd.scan import Message, Steps, forward_messages
-from ..internals import between_graphs
+from ..chain import check_shared_signs
+from ..internals import between_graphs, tree_leaves
 from ..kernels import message as linear
 from ..kernels.chain import Chain
 from ..kernels.layout import Layout
 from ..kernels.numbers import probabilities, shifted
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
-from ..transitions import LOG
+from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 from . import stretch
-from .piece import Piece, after_each, scaled, selected
+from .piece import Piece, Window, after_each, mapped, scaled, selected, steps_between
 
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
 
+# the posteriors and the messages of a piece, or memory for them; None for what is not wanted
+Outputs = tuple[Tensor | None, ...]
+
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
 def filtered(
-    piece: Piece, entering: Message, dtype: torch.dtype | None, logs: Piece | None
-) -> tuple[Message, Tensor | None, Tensor | None]:
-    """The message with sum 1 that leaves a piece, posteriors if there is a `dtype`, messages if there are `logs` of it.
+    piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool
+) -> tuple[Message, Outputs]:
+    """The message with sum 1 that leaves a piece, with posteriors if there is a `dtype`, and messages if wanted.
 
     Posteriors are 0, and messages [*B, k, c], logarithms up to a constant, -inf where a sequence has no variable.
     """
-    piece.check_signs()
-    dense = isinstance(piece.transition, Dense) and has_values(piece.x)
-    if not dense or differentiated(piece.x, piece.p0, entering.values, *piece.transition.parameters):
-        return _by_scan(piece.logs() if logs is None else logs, entering, dtype)
     x = piece.x
-    posteriors = None if dtype is None else x.new_empty(x.shape, dtype=dtype)
-    messages = None if logs is None else x.new_empty(x.shape, dtype=torch.float64)
+    if not piece.log_params:
+        check_shared_signs(x, piece.transition, piece.p0, piece.weights)
     if x.numel() == 0:
-        return entering, posteriors, messages
-    with kernels.arithmetic_on(x):
-        leaving = _by_kernels(piece, entering, posteriors, messages)
-    return leaving, posteriors, messages if logs is None else _recovered(logs, entering.values, messages)
+        return entering, (None if dtype is None else x.to(dtype), x.double())
+    dense = isinstance(piece.transition, Dense) and has_values(x)
+    if not dense or differentiated(x, piece.p0, entering.values, *piece.transition.parameters):
+        return _by_scan(piece.logs, entering, dtype)
+    outputs: Outputs = (
+        None if dtype is None else x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(x.shape, dtype=torch.float64) if with_messages else None,
+    )
+    rest, into = piece, outputs
+    if not piece.going:  # a step apart for sequences that start, since a message enters the kernels
+        entering, first = _by_scan(piece.part(0, 1).logs, entering, dtype)
+        for out, value in zip(outputs, first, strict=True):
+            if out is not None and value is not None:
+                out[..., :1, :] = value
+        rest, into = piece.part(1, x.shape[-2]), _part(outputs, 1, None)
+    if rest.x.numel():
+        with kernels.arithmetic_on(x):
+            entering = _by_kernels(rest, entering, into)
+    return entering, outputs
 
 
-def _by_scan(
-    piece: Piece, entering: Message, dtype: torch.dtype | None
-) -> tuple[Message, Tensor | None, Tensor | None]:
+def _part(outputs: Outputs, start: int, stop: int | None) -> Outputs:
+    return tuple(None if out is None else out[..., start:stop, :] for out in outputs)
+
+
+def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> tuple[Message, Outputs]:
     """The same for a piece in logarithms, step by step.
 
     The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
     cancel, but for their rounding errors. `log_norm` has the gradient of the message.
     """
-    if piece.x.numel() == 0:
-        return entering, None if dtype is None else piece.x.to(dtype), piece.x
-    fresh = None if piece.starting is False else piece.fresh
-    steps = Steps(piece.potentials(), piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
+    fresh = None if piece.going else piece.fresh
+    steps = Steps(piece.x, piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
     first = Message(*map(steps.layout.grouped, entering))
     columns = [*map(steps.by_step, zip(first, *forward_messages(steps, first), strict=True))]  # [*B, k + 1, c or 1]
-    messages, last = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
+    messages, leaving = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
     if piece.counts is not None:
         messages = torch.where(piece.active()[..., None], messages, -torch.inf)
         index = piece.counts[..., None, None]
-        last = Message(*(column.gather(-2, index.expand_as(column[..., :1, :])).squeeze(-2) for column in columns))
-    norm = LOG.sum(last.values.detach(), -1)[..., None]
-    leaving = scaled(last, norm)._replace(values=last.values - norm.masked_fill(norm == -torch.inf, 0.0))
+        leaving = Message(*(column.take_along_dim(index, -2).squeeze(-2) for column in columns))
+    norm = LOG.sum(leaving.values.detach(), -1)[..., None]
+    leaving = scaled(leaving, norm)._replace(values=leaving.values - norm.masked_fill(norm == -torch.inf, 0.0))
     if piece.counts is not None:
         leaving = selected(piece.counts > 0, leaving, entering)
-    return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
+    return leaving, (None if dtype is None else probabilities(messages).to(dtype), messages)
 
 
-def _by_kernels(piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None) -> Message:
-    """The message that leaves a dense piece; posteriors and messages are written where there is memory for them."""
-    x, k, first, message = piece.x, piece.x.shape[-2], 0, entering
-    if piece.starting is None:  # some start and others go on: the first step is computed apart
-        first = 1
-        message, *values = _by_scan(piece.part(0, 1).logs(), message, torch.float64)
-        for into, value in zip((posteriors, messages), values, strict=True):
-            if into is not None and value is not None:
-                into[..., :1, :] = value
-    size, in_place = k, kernels.in_c(x) and stretch.in_place(x, piece.bulk)
-    if not in_place:  # some steps at a time
-        size = max(1, _BLOCK * k // (x.numel() + (piece.bulk.numel() if piece.bulk.shape[-3] > 1 else 0)))
-    for start in range(first, k, size):
-        part, head = piece.part(start, min(start + size, k)), not piece.starting or start > 0
-        into, logs_into = (None if out is None else out[..., start : start + size, :] for out in (posteriors, messages))
-        if in_place:
-            message = stretch.walk(part, message, head, into, logs_into)
-        else:
-            message = _by_any_kernels(part, message, head, into, logs_into)
+def _by_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Message:
+    """The message that leaves a dense piece, which one entered in all sequences; outputs are written."""
+    x, bulk, k, (posteriors, messages) = piece.x, piece.bulk, piece.x.shape[-2], outputs
+    leaving = entering
+    if kernels.in_c(x) and stretch.in_place(x, bulk):
+        leaving = stretch.walk(piece, entering, posteriors, messages)
+    else:
+        size = max(1, _BLOCK * k // (x.numel() + (bulk.numel() if bulk.shape[-3] > 1 else 0)))
+        for start in range(0, k, size):
+            stop = min(start + size, k)
+            leaving = _by_any_kernels(piece.part(start, stop), leaving, _part(outputs, start, stop))
     if posteriors is not None and piece.counts is not None:
         posteriors.masked_fill_(~piece.active()[..., None], 0.0)
-    return message
+    if messages is not None:
+        # linear messages have small entries flushed to zero: each again, in log space, from the one before it
+        before = torch.cat([entering.values[..., None, :], messages[..., :-1, :]], -2)
+        logs = shifted(after_each(piece.logs.transition, before) + shifted(piece.logs.x)[0])[0]
+        messages.copy_(torch.where(piece.active()[..., None], logs, -torch.inf))
+    return leaving
 
 
-def _by_any_kernels(
-    piece: Piece, entering: Message, head: bool, posteriors: Tensor | None, messages: Tensor | None
-) -> Message:
+def _by_any_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Message:
     """The same as `stretch.walk`, by the kernels of any device."""
-    x, bulk, counts = piece.x, piece.bulk, piece.counts
-    if not head and bulk.shape[-3] > 1:
-        bulk = bulk[..., 1:, :, :]
+    x, bulk, (posteriors, messages) = piece.x, piece.bulk, outputs
     layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, piece.p0)
-    steps, ends = layout.steps_first(x), None if counts is None else layout.grouped(counts)[..., None]
+    steps, ends = layout.steps_first(x), None if piece.counts is None else layout.grouped(piece.counts)[..., None]
     chain = Chain(steps, layout.matrices(bulk), layout.weights(piece.p0), ends, piece.log_params, dtype)
-    grid, before, kept = (chain.g, chain.m, chain.c), None, None
-    if head:
-        values = layout.weights(entering.values).reshape(grid)
-        before = linear.Message(values, values.new_zeros(2, *grid[:2]))
-    if posteriors is not None or messages is not None:
-        kept = chain.new(chain.v + head, *grid)
-    residuals, after = kernels.chain_kernels(x).forward(chain, before, keep=kept, leave=True)
+    values = layout.weights(entering.values).reshape(chain.g, chain.m, chain.c)
+    before = linear.Message(values, values.new_zeros(2, chain.g, chain.m))
+    wanted = posteriors is not None or messages is not None
+    memory = chain.new(chain.v + 1, *values.shape) if wanted else None
+    residuals, after = kernels.chain_kernels(x).forward(chain, before, keep=memory, leave=True)
     report_chains(residuals.redone)
-    if kept is not None:
-        logs = residuals.logs(slice(int(head), None)).view(steps.shape)
-        if posteriors is not None:
-            layout.steps_first(posteriors).copy_(probabilities(logs))
-        if messages is not None:
-            layout.steps_first(messages).copy_(logs)
+    logs = residuals.logs(slice(1, None)).view(steps.shape) if wanted else steps
+    if posteriors is not None:
+        layout.steps_first(posteriors).copy_(probabilities(logs))
+    if messages is not None:
+        layout.steps_first(messages).copy_(logs)
     leaving = entering._replace(values=layout.states(after.values.view(*chain.lead, chain.c)))
     for term in after.scale:
         leaving = scaled(leaving, layout.batched(term)[..., None])
     return leaving
 
 
-def _recovered(piece: Piece, before: Tensor, messages: Tensor | None) -> Tensor:
-    """The forward messages [*B, k, c] with maximum 0 and small entries, which linear `messages` had flushed to zero.
+def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
+    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece in logarithms, and the rest."""
+    axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
 
-    Each is computed again, in log space, from the one before it, which small entries hardly count for. `before` [*B, c]
-    is the message before the piece.
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        if old.shape[:axis] != new.shape[:axis]:
+            lead = torch.broadcast_shapes(old.shape[:axis], new.shape[:axis])
+            old, new = (part.expand(*lead, *part.shape[axis:]) for part in (old, new))
+        return torch.cat([old, new], axis)
+
+    if piece.name == "bulk_piece":
+        transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
+    window = Window(piece.x, messages, piece.linked(), transition)
+    if before is not None:
+        if before.transition is not None and transition is not None:
+            _check_alike(before.transition, transition)
+        window = mapped(joined, before, window)
+    ready = max(0, window.x.shape[axis] - lag)
+    # copied so that the memory of those before is free
+    rest = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
+    return smoothed(window, piece.transition, ready, lag), rest
+
+
+def smoothed(window: Window, transition: Transition | None, ready: int, lag: int) -> Tensor:
+    """The posteriors [*B, ready, c] of the first states, given up to `lag` more variables; 0 for no variable.
+
+    Their backward messages pass `lag` steps at once. `transition` is that of the stream, not read where it has none.
     """
-    assert messages is not None
-    into = after_each(piece.transition, torch.cat([before[..., None, :], messages[..., :-1, :]], -2))
-    into = torch.where(piece.linked()[..., None], into, piece.p0[..., None, :])
-    return torch.where(piece.active()[..., None], shifted(into + shifted(piece.potentials())[0])[0], -torch.inf)
+    n, transition = window.x.shape[-2], window.transition or transition
+    assert transition is not None
+    transposed = transition.mT
+    x = shifted(torch.where(window.linked[..., None], window.x, 0.0))[0]
+    backward = torch.zeros_like(window.messages[..., :ready, :])
+    for j in range(min(lag, n - 1) if backward.numel() else 0, 0, -1):
+        stop = min(j + ready, n)
+        into = shifted(backward[..., : stop - j, :] + x[..., j:stop, :])[0]
+        before = after_each(steps_between(transposed, j, stop), into)
+        # the backward message of a sequence's last variable is 0
+        before = torch.where(window.linked[..., j:stop, None], before, 0.0)
+        backward = torch.cat([before, backward[..., stop - j :, :]], -2)
+    return probabilities(window.messages[..., :ready, :] + backward)
+
+
+def _check_alike(old: Transition, new: Transition) -> None:
+    """Raise for structures that differ in more than parameters, whose steps cannot be concatenated."""
+    was, now = map(_properties, (old, new))
+    pairs = zip(was, now, strict=False)
+    if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
+        expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
+        raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
+
+
+def _properties(one: Transition) -> list[Any]:
+    """What transitions must have in common: all but leading axes and values of parameters."""
+    sizes = [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]
+    return [type(one), *sizes, *tree_leaves(one.pattern or vars(one.with_parameters()))]

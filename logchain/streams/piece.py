@@ -1,36 +1,40 @@
-"""A piece of an unbounded chain, and the forward message that enters and leaves it."""
+"""A piece of an unbounded chain, its checks, and the state of a stream before and after it."""
 
 from collections.abc import Callable
-from itertools import compress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import check_has_values, check_tensor, check_values, has_values
 from ..autograd.scan import Message
+from ..chain import named_weights
+from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
-from ..kernels.weights import Weights, check_weights, has_negative
-from ..operands import at_hand
+from ..kernels.weights import Weights, check_weights
+from ..queries.operands import check_products
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 
 
-class Piece(NamedTuple):
+@dataclass
+class Piece:
     """k variables of a chain that a message enters; leading axes of transition and p0 may be missing.
 
-    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `fresh`: sequences
-    without an earlier variable. `counts`: the number of variables of each sequence; None if all have k. `starting`:
-    whether all sequences start with this piece, or none does; None if some do, or if that is unknown.
+    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `counts`: the number of
+    variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: none is.
     """
 
     x: Tensor  # [*B, k, c]
     transition: Transition  # parameters [*B or ones, k or 1, *own], into each variable
     p0: Tensor  # [*B or ones, c]
     name: str
-    fresh: Tensor  # bool [*B]
     counts: Tensor | None  # int64 [*B]
-    starting: bool | None
+    fresh: Tensor  # bool [*B]
+    going: bool
     log_params: bool
 
     @property
@@ -40,12 +44,9 @@ class Piece(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Piece":
         """The piece of the variables from `start` to before `stop`."""
-        if stop - start == self.x.shape[-2]:
-            return self
-        transition = steps_between(self.transition, start, stop)
+        x, transition = self.x[..., start:stop, :], steps_between(self.transition, start, stop)
         counts = None if self.counts is None else (self.counts - start).clamp(0, stop - start)
-        piece = self._replace(x=self.x[..., start:stop, :], transition=transition, counts=counts)
-        return piece._replace(fresh=torch.zeros_like(self.fresh), starting=False) if start else piece
+        return replace(self, x=x, transition=transition, counts=counts, going=self.going or start > 0)
 
     def active(self) -> Tensor:
         """Which variables [*B, k] belong to their sequence, not past its end."""
@@ -57,80 +58,222 @@ class Piece(NamedTuple):
     def linked(self) -> Tensor:
         """Which variables [*B, k] of their sequence have another one before them."""
         linked = self.active()
-        if self.starting is not False:
+        if not self.going:
             linked[..., :1] &= ~self.fresh[..., None]
         return linked
 
     def used(self) -> list[Tensor]:
-        """Which steps of each parameter lead into a variable of some sequence, as masks that broadcast with it."""
-        linked, masks = self.linked(), []
-        for parameter, lead in zip(self.transition.parameters, self.transition.leads, strict=True):
-            missing = linked.dim() - len(lead)
-            shared = [axis for axis in range(linked.dim()) if axis < missing or lead[axis - missing] == 1]
-            mask = linked.any(shared, keepdim=True) if shared else linked
-            masks.append(mask.reshape(*mask.shape[missing:], *(1 for _ in parameter.shape[len(lead) :])))
-        return masks
-
-    def weights(self) -> list[Weights]:
-        """The weights that are read, by the names of arguments."""
-        names, weights = [self.name], []
-        if not isinstance(self.transition, Dense):
-            names = [f"{self.name}.{name}" for name in self.transition.names]
-        columns = zip(names, self.transition.parameters, self.used(), self.transition.used, strict=True)
-        for name, parameter, read, entries in columns:
-            weights.append(Weights(name, parameter, read if entries is None else read & entries))
-        starts = (self.active() & ~self.linked()).any().view((1,) * self.p0.dim())
-        return [*weights, Weights("p0", self.p0, starts)]
-
-    def check_signs(self) -> None:
-        """Raise on a CPU for a weight below 0 in p0, or in parameters that serve all steps."""
-        if self.log_params or not kernels.in_c(self.x) or not at_hand(self.x, self.p0):
-            return
-        pairs = zip(self.transition.parameters, self.transition.leads, strict=True)
-        below = [lead[-1:] in ((), (1,)) and has_negative(weights) for weights, lead in pairs]
-        below.append(has_negative(self.p0))
-        if any(below):
-            check_weights(*compress(self.weights(), below))
+        """Which steps of each parameter lead into a variable of some sequence, in the shape of its leading axes."""
+        linked = self.linked().int()
+        return [linked.sum_to_size(lead).bool() for lead in self.transition.leads]
 
     def masked(self) -> Transition:
         """The transition; where it is that of the piece, with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
-        pairs = zip(self.used(), self.transition.parameters, strict=True)
-        return self.transition.with_parameters(*(torch.where(used, weights, 0.0) for used, weights in pairs))
+        columns = zip(self.used(), self.transition.parameters, self.transition.own_axes, strict=True)
+        weights = [torch.where(used[(..., *(None,) * own)], weights, 0.0) for used, weights, own in columns]
+        return self.transition.with_parameters(*weights)
 
+    @cached_property
     def logs(self) -> "Piece":
-        """The piece in float64 logarithms, of which p0 and parameters have all leading axes."""
-        transition = in_logs(self.masked(), self.x.dim() - 1, self.log_params)
-        start = log_weights(self.p0, self.log_params, torch.float64).expand(*self.x.shape[:-2], -1)
-        return self._replace(x=self.x.double(), transition=transition, p0=start, log_params=True)
+        """The piece in float64 logarithms, with x 0 past the end, and all leading axes of p0 and parameters."""
+        x = self.x if self.counts is None else torch.where(self.active()[..., None], self.x, 0.0)
+        transition = in_logs(self.masked(), x.dim() - 1, self.log_params)
+        start = log_weights(self.p0, self.log_params, torch.float64).expand(*x.shape[:-2], -1)
+        return replace(self, x=x.double(), transition=transition, p0=start, log_params=True)
 
-    def potentials(self) -> Tensor:
-        """The log-potentials [*B, k, c], 0 past the end."""
-        return self.x if self.counts is None else torch.where(self.active()[..., None], self.x, 0.0)
+    def weights(self) -> list[Weights]:
+        """The weights that are read, by the names of arguments."""
+        starts = (self.active() & ~self.linked()).any().view((1,) * self.p0.dim())
+        return [*named_weights(self.name, self.transition, self.used()), Weights("p0", self.p0, starts)]
+
+    def check_values(self) -> None:
+        """Raise for NaN, +inf or a negative probability in values that have influence."""
+        x, names = torch.where(self.active()[..., None], self.x, 0.0), ("x_piece", self.name, "p0")
+        for weights in self.masked().parameters:
+            check_values(x, weights.reshape(-1, 1, 1), self.p0, None, names)
+        if not self.log_params:
+            check_weights(*self.weights())
+
+
+class Window(NamedTuple):
+    """The last n variables, which fewer than `lag` follow, with forward `messages`, -inf for what is no variable.
+
+    `linked`: which have a variable before them. `transition` leads into each; None where the stream has one for all.
+    """
+
+    x: Tensor  # [*B, n, c]
+    messages: Tensor  # [*B, n, c]
+    linked: Tensor  # [*B, n]
+    transition: Transition | None  # log-parameters [*B or ones, n, *own]
+
+
+class Survivors(NamedTuple):
+    """The best path to each last state, its log-weight, and which variables are a sequence's first."""
+
+    message: Tensor  # [*B, c], the largest 0
+    paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
+    starts: Tensor  # [*B, n]
+
+    def best(self) -> Tensor:
+        """The best path [*B, n]; any of an impossible sequence."""
+        return self.paths.take_along_dim(best_for_each(self.message)[..., None, :1], -1)[..., 0]
+
+    def impossible(self) -> Tensor:
+        """Which variables [*B, n] belong to the sequence that has started last, where that is impossible."""
+        starts = self.starts.long()
+        newest = starts.flip(-1).cumsum(-1).flip(-1) == starts
+        return newest & (self.message == -torch.inf).all(-1, keepdim=True)
+
+
+# the fields that are named tuples
+_PARTS = {"message": Message, "window": Window, "survivors": Survivors}
+
+
+class State(NamedTuple):
+    """What the next piece depends on; `window` and `survivors` are None where no lag and no best path need them.
+
+    `message` [*B, c] has sum 1; it is -inf before the first variable, and if impossible. `fresh` [*B]: no variable yet.
+    `over` [*B]: ended. `running`: all are known to go on, without looking at values. `double`: an operand was float64.
+    """
+
+    message: Message
+    fresh: Tensor
+    over: Tensor
+    running: bool
+    double: bool
+    window: Window | None
+    survivors: Survivors | None
+
+    @classmethod
+    def before(cls, x: Tensor, viterbi: bool) -> "State":
+        """The state before the first variable of a batch like x."""
+        over, survivors = x.new_zeros(x.shape[:-2], dtype=torch.bool), None
+        zero = x.new_zeros((*over.shape, 1), dtype=torch.float64)
+        message = Message(x.new_full((*over.shape, x.shape[-1]), -torch.inf, dtype=torch.float64), zero, zero)
+        if viterbi:
+            paths = x.new_zeros((*over.shape, 0, x.shape[-1]), dtype=torch.int32)
+            survivors = Survivors(message.values, paths, over[..., None][..., :0])
+        return cls(message, ~over, over, False, False, None, survivors)
+
+    def piece(
+        self, x: Tensor, name: str, transition: Transition, p0: Tensor, ends: Tensor | None, log_params: bool
+    ) -> Piece:
+        """The next piece, of lengths `ends` [*B]."""
+        k, counts = x.shape[-2], None
+        readable = has_values(self.fresh) and not kernels.on_gpu(self.fresh)  # on a GPU one would wait for values
+        if ends is not None or not self.running:
+            counts = torch.where(self.over, 0, k if ends is None else ends.clamp(0, k))
+            counts = None if readable and (counts == k).all() else counts
+        going = self.running or (readable and not self.fresh.any())
+        return Piece(x, transition, p0, name, counts, self.fresh, going, log_params)
+
+    def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
+        """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""
+        k, counts, over = piece.x.shape[-2], piece.counts, self.over
+        if ends is not None:
+            unknown = ((ends < 0) | (ends > k))[..., None]  # on a GPU lengths have not been checked
+            message, over = message._replace(scale=message.scale.masked_fill(unknown, torch.nan)), over | (ends < k)
+        fresh = self.fresh & (k == 0 if counts is None else counts == 0)
+        running = counts is None and (k > 0 or self.running)
+        return self._replace(message=message, fresh=fresh, over=over, running=running)
+
+    def restarted(self, mask: Tensor) -> "State":
+        """The state with the sequences in a mask [*B] before their first variable again."""
+        message = selected(mask, State.before(self.message.values[..., None, :], False).message, self.message)
+        return self._replace(message=message, fresh=self.fresh | mask, over=self.over & ~mask, running=False)
+
+    def detached(self) -> "State":
+        """The state without gradients to earlier pieces."""
+        leaves = [self.message.values, *(() if self.window is None else (self.window.messages,))]
+        detached: State = mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
+        return detached
+
+    def plain(self) -> dict[str, Any]:
+        """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
+        fields: dict[str, Any] = mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
+        fields |= {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
+        if self.window is not None and isinstance(self.window.transition, Dense):
+            (fields["window"]["transition"],) = fields["window"]["transition"].parameters
+        return fields
+
+    @classmethod
+    def of_plain(cls, fields: dict[str, Any]) -> "State":
+        """The state that `plain` has made dictionaries of."""
+        parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
+        if "window" in parts and isinstance(parts["window"].transition, Tensor):
+            parts["window"] = parts["window"]._replace(transition=Dense(parts["window"].transition))
+        copied: State = mapped(partial(torch.clone, memory_format=torch.contiguous_format), cls(**fields | parts))
+        return copied
+
+
+def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool) -> Transition:
+    """Matrices that go with p0, or with a piece `like` of k variables, as a transition; raises for others."""
+    c, expected = like.shape[-1], str(k) if k == 1 else f"{max(k, 1)} or {min(k, 1)}"
+    if not isinstance(matrices, Transition):
+        check_tensor(name, matrices, 3, like=like)
+        if matrices.shape[-3] not in (1, k) or matrices.shape[-2:] != (c, c):
+            other, hint = "x_piece", ""
+            if name == "bulk":
+                other, hint = "p0", ": matrices that change go into update, as bulk_piece"
+            shapes = f"[..., {expected}, {c}, {c}] to go with {other} {list(like.shape)}, got {list(matrices.shape)}"
+            raise ValueError(f"{name}: expected shape {shapes}{hint}")
+        return Dense(matrices)
+    if viterbi:
+        check_products(matrices, name)
+    if matrices.states != c:
+        raise ValueError(f"{name}: expected {c} states, got {matrices} of {matrices.states}")
+    for parameter, own in zip(matrices.parameters, matrices.own_axes, strict=True):
+        check_tensor(name, parameter, own, like=like)
+        if parameter.dim() > own and parameter.shape[-1 - own] not in (1, k):
+            raise ValueError(f"{name}: expected {expected} steps before the last {own} axes, got {matrices}")
+    return matrices
+
+
+def checked_transition(
+    x: Tensor, bulk_piece: Tensor | Transition | None, bulk: Transition | None, p0: Tensor, before: Any, viterbi: bool
+) -> tuple[str, Transition]:
+    """The transition of a piece, and its name; raises for a piece that does not follow those of a batch `before`."""
+    if not torch.compiler.is_compiling():
+        if is_mapped():
+            raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
+        if takes_forward_derivatives():
+            raise NotImplementedError("Stream: expected no forward derivative, take gradients")
+    check_tensor("x_piece", x, 2, like=p0)
+    if viterbi:  # the number of final states depends on values
+        check_has_values("x_piece", x)
+    batch, (k, c) = x.shape[:-2], x.shape[-2:]
+    if c != p0.shape[-1] or before not in (None, batch):
+        sizes = ", ".join(map(str, (*(batch if before is None else before), "k", p0.shape[-1])))
+        raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
+    if (bulk is None) == (bulk_piece is None):
+        expected = "a torch.Tensor, since the stream has no" if bulk is None else "None, since the stream has a"
+        raise ValueError(f"bulk_piece: expected {expected} bulk of its own")
+    name = "bulk" if bulk_piece is None else "bulk_piece"
+    transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
+    parameters = zip((name,) * len(transition.parameters), transition.parameters, transition.own_axes, strict=True)
+    for argument, value, own in (("p0", p0, 0), *parameters):
+        lead = value.shape[: max(0, value.dim() - own - 1)]
+        pairs = zip(lead[::-1], batch[::-1], strict=False)
+        if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
+            expected = f"leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}"
+            raise ValueError(f"{argument}: expected {expected}, got {list(value.shape)}")
+    return name, transition
 
 
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     """The transition with float64 logarithms of parameters, which have so many leading axes."""
-
-    def logs(weights: Tensor, own: int) -> Tensor:
-        return log_weights(weights, log_params, torch.float64)[(None,) * (lead + own - weights.dim())]
-
-    return transition.with_parameters(*map(logs, transition.parameters, transition.own_axes))
+    columns = zip(transition.parameters, transition.own_axes, strict=True)
+    logs = [log_weights(one, log_params, torch.float64)[(None,) * (lead + own - one.dim())] for one, own in columns]
+    return transition.with_parameters(*logs)
 
 
 def steps_between(transition: Transition, start: int, stop: int) -> Transition:
     """The transition of the steps from `start` to before `stop`; one for all steps as it is."""
-
-    def between(weights: Tensor, lead: torch.Size) -> Tensor:
-        return weights if lead[-1:] in ((), (1,)) else weights.narrow(len(lead) - 1, start, stop - start)
-
-    return transition.with_parameters(*map(between, transition.parameters, transition.leads))
-
-
-def step_at(transition: Transition, step: int, axis: int) -> Transition:
-    """The transition of one step, whose parameters have all leading axes, that of steps being `axis`."""
-    return transition.map(lambda parameter: parameter.select(axis, step if parameter.shape[axis] > 1 else 0))
+    pairs, size = zip(transition.parameters, transition.leads, strict=True), stop - start
+    parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
+    return transition.with_parameters(*parts)
 
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:
@@ -138,14 +281,7 @@ def after_each(transition: Transition, messages: Tensor) -> Tensor:
     axis = messages.dim() - 2
     if any(parameter.shape[axis] != 1 for parameter in transition.parameters):
         return transition.apply(messages[..., None, :], LOG)[..., 0, :]
-    return step_at(transition, 0, axis).apply(messages, LOG)
-
-
-def before_all(x: Tensor) -> Message:
-    """The message before the first variable of a batch like x [*B, k, c]: no state is possible, with scale 0."""
-    message = x.new_full((*x.shape[:-2], x.shape[-1]), -torch.inf, dtype=torch.float64)
-    zero = x.new_zeros((*x.shape[:-2], 1), dtype=torch.float64)
-    return Message(message, zero, zero)
+    return transition.map(lambda parameter: parameter.squeeze(axis)).apply(messages, LOG)
 
 
 def log_norm(message: Message) -> Tensor:
@@ -179,3 +315,8 @@ def mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
     if isinstance(value, tuple):
         return type(value)(*(mapped(function, *column) for column in zip(value, *others, strict=True)))
     return value
+
+
+def best_for_each(message: Tensor) -> Tensor:
+    """The best state for each state [*B, c], the lowest of equals; 0 for an impossible sequence."""
+    return message.max(-1, keepdim=True).indices.expand_as(message)

@@ -15,11 +15,11 @@ from ..rescues import report_chains
 from .piece import Piece, selected
 
 
-def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, head: bool) -> Any:
-    """The `kernels.cpu.stretch.Stretch` of pieces with these shapes and strides; `head`: a message enters."""
+def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
+    """The `kernels.cpu.stretch.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
     layout = Layout.of(x, bulk)
     chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, log_params, x.dtype)
-    return kernels.stretches().Stretch(chain, head=head)
+    return kernels.stretches().Stretch(chain)
 
 
 def in_place(x: Tensor, bulk: Tensor) -> bool:
@@ -40,7 +40,7 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
             return None
         if x.stride(-1) != 1 or not (is_view(x, 2) and in_place(x, bulk)):
             return None
-        stretch = stretch_of(x, bulk, p0, log_params, head=True)
+        stretch = stretch_of(x, bulk, p0, log_params)
         return (stretch, x.new_empty(x.shape[:-2])) if stretch.on_one_thread else None
 
     if x.is_neg() or not kernels.in_c(x):
@@ -49,32 +49,27 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
     return kernels.cached((places, bulk.dtype, p0.dtype, log_params, torch.get_num_threads()), make)
 
 
-def walk(piece: Piece, entering: Message, head: bool, posteriors: Tensor | None, messages: Tensor | None) -> Message:
-    """The message that leaves a piece; posteriors and messages are written if there is memory for them.
-
-    `head`: whether the message enters the piece, which otherwise starts at p0.
-    """
+def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None) -> Message:
+    """The message that leaves a piece; posteriors and messages are written if there is memory for them."""
     dtype = arithmetic_dtype(piece.x, piece.bulk, piece.p0)
     x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (piece.x, piece.bulk, piece.p0))
     x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
-    if not head and bulk.shape[-3] > 1:
-        bulk = bulk[..., 1:, :, :]
     layout, places = Layout.of(x, bulk), [(one.shape, one.stride()) for one in (x, bulk, p0)]
-    key = "stretch", *places, dtype, piece.log_params, head, torch.get_num_threads()
-    stretch = kernels.cached(key, lambda: stretch_of(x, bulk, p0, piece.log_params, head=head))
-    ends = None if piece.counts is None else layout.grouped(piece.counts + head).contiguous()
-    linear = None if messages is None else x.new_empty(x.shape[-2] + head, *layout.grid, x.shape[-1])
+    key = "stretch", *places, dtype, piece.log_params, torch.get_num_threads()
+    stretch = kernels.cached(key, lambda: stretch_of(x, bulk, p0, piece.log_params))
+    ends = None if piece.counts is None else layout.grouped(piece.counts + 1).contiguous()
+    linear = None if messages is None else x.new_empty(x.shape[-2] + 1, *layout.grid, x.shape[-1])
     redone = torch.empty(layout.grid, dtype=torch.bool, device=x.device)
     shares = posteriors
     if posteriors is not None and not (posteriors.dtype == dtype and posteriors.is_contiguous()):
         shares = torch.empty(posteriors.shape, dtype=dtype, device=x.device)
-    after, count = stretch.forward((x, bulk, p0), entering, ends=ends, messages=linear, redone=redone, shares=shares)
+    after, count = stretch.forward(x, bulk, entering, ends=ends, messages=linear, redone=redone, shares=shares)
     leaving = Message(*after)
     report_chains(count)
     if posteriors is not None and shares is not None and shares is not posteriors:
         posteriors.copy_(shares)
     if messages is not None and linear is not None:
-        logs = Kept(leaving.scale, linear, redone).logs(slice(int(head), None))
+        logs = Kept(leaving.scale, linear, redone).logs(slice(1, None))
         view = layout.steps_first(messages)
         view.copy_(logs.view(view.shape))
-    return leaving if piece.counts is None or not head else selected(piece.counts > 0, leaving, entering)
+    return leaving if piece.counts is None else selected(piece.counts > 0, leaving, entering)

@@ -12,7 +12,7 @@ from .transition import Transition, check_parameter, look_up
 class Banded(Transition):
     r"""A matrix with entries on a few diagonals alone: `P[j - offset, j] = values[band, j]`.
 
-    `values[band, j]` stands in column j, as in `scipy.sparse.dia_array`: a positive offset leads to a higher state.
+    `values[band, j]` is in column j, as in `scipy.sparse.dia_array`: a positive offset leads to a higher state.
     Values without a source state, such as the first one of offset 1, are ignored and have gradient 0.
 
     Args:
@@ -32,6 +32,7 @@ class Banded(Transition):
     """
 
     own = (2,)
+    pattern: tuple[int, ...]
 
     def __init__(self, values: Tensor, offsets: Sequence[int]) -> None:
         check_parameter("values", values, 2)
@@ -53,27 +54,28 @@ class Banded(Transition):
     @property
     def offsets(self) -> tuple[int, ...]:
         """The diagonal of each band."""
-        offsets: tuple[int, ...] = self.pattern
-        return offsets
+        return self.pattern
 
     @property
     def used(self) -> list[Tensor | None]:
         """The values with a source state."""
-        source = torch.arange(self.states) - torch.tensor(self.offsets)[:, None]
-        return [((source >= 0) & (source < self.states)).to(self.device)]
+        return [self._sources()[1]]
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, shifted and multiplied for each band; see `Transition.apply`."""
-        sources = self._sources()  # (bands, c)
-        inside = (sources >= 0) & (sources < self.states)
+        sources, inside = self._sources()
         values = torch.where(inside, self.values, semiring.zero)[..., None, :, :]
-        shifted = message[..., sources.clamp(0, self.states - 1)]  # [*lead, rows, bands, c]
+        shifted = message[..., sources]  # [*lead, rows, bands, c]
         return semiring.sum(semiring.times(torch.where(inside, shifted, semiring.zero), values), -2)
 
-    def _sources(self) -> Tensor:
-        """The state that each value leads from (bands, c), which need not exist."""
-        offsets = torch.tensor(self.offsets, device=self.device)
-        return torch.arange(self.states, device=self.device) - offsets[:, None]
+    def _sources(self) -> tuple[Tensor, Tensor]:
+        """The state that each value leads from (bands, c), or any other, and whether it exists."""
+        sources = torch.arange(self.states, device=self.device) - self._offsets[:, None]
+        return sources % self.states, (sources >= 0) & (sources < self.states)
+
+    @property
+    def _offsets(self) -> Tensor:
+        return torch.tensor(self.offsets, device=self.device)
 
     @property
     def multiply_adds(self) -> int:
@@ -82,15 +84,13 @@ class Banded(Transition):
 
     @property
     def mT(self) -> "Banded":
-        """The transposed matrices: `P[j, j - offset]` stands in column j - offset of the band of -offset."""
-        offsets = torch.tensor(self.offsets, device=self.device)
-        index = (torch.arange(self.states, device=self.device) + offsets[:, None]) % self.states
+        """The transposed matrices: `P[j, j - offset]` is in column j - offset of the band of -offset."""
+        index = (torch.arange(self.states, device=self.device) + self._offsets[:, None]) % self.states
         values = self.values.gather(-1, index.expand_as(self.values))
         return Banded(values, [-offset for offset in self.offsets])
 
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, weight zero off the bands; see `Transition.entries`."""
-        offsets = torch.tensor(self.offsets, device=self.device)
-        match = (target - source)[..., None] == offsets  # [..., bands]
+        match = (target - source)[..., None] == self._offsets  # [..., bands]
         values = look_up(self.values, match.int().argmax(-1), target)
         return torch.where(match.any(-1), values, semiring.zero)

@@ -19,7 +19,7 @@ class BlockDiagonal(Product):
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together.
 
-    Cost of a step: `c B` multiply-adds. In `product` each block is a chain of its own, with a dense matrix; elsewhere a
+    Cost of a step: `c B` multiply-adds. In `product` each block is a separate chain with a dense matrix; elsewhere a
     step is one batched product of matrices.
 
     >>> BlockDiagonal(torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.5, 0.5], [0.0, 1.0]]])).to_dense()

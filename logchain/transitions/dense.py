@@ -5,11 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .semiring import LINEAR, Semiring
+from .semiring import LINEAR, TERMS, Semiring
 from .transition import Transition, look_up
-
-# sums of messages and matrices in memory at a time
-_TERMS = 2**20
 
 
 class Dense(Transition):
@@ -36,7 +33,7 @@ class Dense(Transition):
 
     def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The largest `message(k) + log P(k, j)` and its k, see `Transition.best`; some columns at a time."""
-        columns = self.parameters[0].split(max(1, _TERMS // max(1, message.numel())), -1)
+        columns = self.parameters[0].split(max(1, TERMS // max(1, message.numel())), -1)
         parts = [(message[..., None] + part[..., None, :, :]).max(-2) for part in columns]
         values, states = parts[0] if len(parts) == 1 else map(partial(torch.cat, dim=-1), zip(*parts, strict=True))
         return values, states

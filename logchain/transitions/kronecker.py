@@ -36,8 +36,6 @@ class Kronecker(Product):
             [0.0000, 0.2000, 0.0000, 0.8000]])
     """
 
-    own = ()
-
     def __init__(self, *matrices: Tensor) -> None:
         if len(matrices) < 2:
             raise ValueError(f"matrices: expected two or more, got {len(matrices)}")
@@ -47,14 +45,8 @@ class Kronecker(Product):
                 raise ValueError(f"matrices: expected square ones [..., c, c], got {list(matrix.shape)}")
         super().__init__(*matrices)
         sizes = tuple(matrix.shape[-1] for matrix in matrices)
-        self.states = math.prod(sizes)
-        order = tuple(range(len(sizes)))
+        self.states, self.own, order = math.prod(sizes), (2,) * len(sizes), tuple(range(len(sizes)))
         self.pattern = Factors(tuple(Stage(sizes, None, axis, order=order) for axis in order))
-
-    @property
-    def own_axes(self) -> tuple[int, ...]:
-        """Two for each matrix."""
-        return (2,) * len(self.parameters)
 
     @property
     def mT(self) -> "Kronecker":

@@ -34,7 +34,7 @@ class LowRank(Product):
             [0.5000, 1.0000]])
     """
 
-    own, sums = (2, 2, 1), True
+    sums = True
 
     def __init__(self, left: Tensor, right: Tensor, diagonal: Tensor | None = None) -> None:
         check_parameter("left", left, 2)
@@ -47,14 +47,8 @@ class LowRank(Product):
             if diagonal.shape[-1] != c:
                 raise ValueError(f"diagonal: expected [..., {c}] to go with left, got {list(diagonal.shape)}")
         super().__init__(left, right, *(() if diagonal is None else (diagonal,)))
-        self.states = c
-        stages = Stage((c,), None, 0), Stage((r,), None, 0, transposed=True)
-        self.pattern = Factors(stages, diagonal is not None)
-
-    @property
-    def own_axes(self) -> tuple[int, ...]:
-        """Two of each factor, and one of the diagonal."""
-        return self.own[: len(self.parameters)]
+        self.states, self.own = c, (2, 2, 1)[: len(self.parameters)]
+        self.pattern = Factors((Stage((c,), None, 0), Stage((r,), None, 0, transposed=True)), diagonal is not None)
 
     @property
     def left(self) -> Tensor:
@@ -78,7 +72,7 @@ class LowRank(Product):
 
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, a sum over components; see `Transition.entries`."""
-        components = semiring.times(look_up(self.left, source, kept=1), look_up(self.right, target, kept=1))
+        components = semiring.times(look_up(self.left, source, rest=1), look_up(self.right, target, rest=1))
         entries = semiring.sum(components, -1)
         if self.diagonal is None:
             return entries
@@ -88,11 +82,11 @@ class LowRank(Product):
     def draw(self, message: Tensor, target: Tensor, uniform: Tensor) -> Tensor:
         """States before `target`: a component is drawn, or the diagonal, and then a state; see `Transition.draw`."""
         logs = LOG.matmul(message, self.left)
-        logs = logs + look_up(self.right[..., None, :, :], target, kept=1)  # [draws, *lead, rows, r]
+        logs = logs + look_up(self.right[..., None, :, :], target, rest=1)  # [draws, *lead, rows, r]
         if self.diagonal is not None:
             stays = message.expand(*target.shape, -1).gather(-1, target[..., None])
             logs = torch.cat([logs, stays + look_up(self.diagonal[..., None, :], target)[..., None]], -1)
         component, rest = pick(logs, uniform)
         r = self.left.shape[-1]
-        left = look_up(self.left.mT[..., None, :, :], component.clamp(max=r - 1), kept=1)  # [draws, *lead, rows, c]
+        left = look_up(self.left.mT[..., None, :, :], component.clamp(max=r - 1), rest=1)  # [draws, *lead, rows, c]
         return torch.where(component == r, target, pick(message + left, rest)[0])

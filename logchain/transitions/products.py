@@ -1,4 +1,4 @@
-"""What products of factors have in common: a message passes through one factor after the other."""
+"""Products of factors, through which a message passes one after the other."""
 
 import math
 

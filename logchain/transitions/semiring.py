@@ -1,7 +1,6 @@
-"""Semirings: sums and products of weights, as they are, as logarithms, or of log-weights with a sum of one's own.
+"""Semirings: sums and products of weights, as they are, as logarithms, or of log-weights with a user's sum.
 
-A transition says once how a message passes through it, in terms of a `Semiring`, and thereby answers for linear
-weights, for log-partitions, for best paths, and for any other sum over paths.
+A message passes through a transition in terms of a `Semiring`, for log-partitions, best paths, or any sum over paths.
 """
 
 import math
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from ..autograd.matmul import broadcast_log_matmul
 
-# terms of a product of matrices that are held at a time
-_TERMS = 2**20
+# terms of a product of matrices that are in memory at a time
+TERMS = 2**20
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,14 @@ class Semiring:
     The addition must be associative and commutative, and adding a constant to all terms must add it to their sum:
     `reduce(a + s) = reduce(a) + s`.
 
+    `LOG` is log-sum-exp, `MAX` the largest of log-weights, and in `LINEAR` weights are no logarithms.
+
     Args:
         name: a name for the user.
         reduce: `reduce(terms, dim)` adds a floating tensor along one axis. It is never called with terms that are all
             -inf, whose sum is -inf with gradient 0. Gradients are those of torch's autograd through it.
         zero: the weight that adds nothing.
         one: the weight that multiplies by one.
-
-    Ready made are `LOG`, log-sum-exp, `MAX`, the largest of log-weights, and `LINEAR`, in which weights are no
-    logarithms.
 
     Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).
 
@@ -43,7 +41,7 @@ class Semiring:
     >>> LOG.sum(a, 0).exp(), LOG.sum_at(a, torch.tensor([1, 1]), 3).exp()
     (tensor(0.7500), tensor([0.0000, 0.7500, 0.0000]))
 
-    A semiring of one's own, between `LOG` and `MAX`: a soft maximum with temperature 1/4.
+    A user's semiring, between `LOG` and `MAX`: a soft maximum with temperature 1/4.
 
     >>> SOFT = Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4.0 * terms, dim) / 4.0)
     >>> SOFT.sum(torch.tensor([0.0, 3.0, 3.0]), 0)
@@ -56,53 +54,20 @@ class Semiring:
     one: float = 0.0
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """Products of two weights each.
-
-        Args:
-            a: weights.
-            b: weights of a shape that broadcasts with a's.
-
-        Returns:
-            Their products.
-        """
+        """Products of two weights each, of shapes that broadcast."""
         return a + b
 
     def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """Sums of two weights each.
-
-        Args:
-            a: weights.
-            b: weights of a shape that broadcasts with a's.
-
-        Returns:
-            Their sums.
-        """
+        """Sums of two weights each, of shapes that broadcast."""
         return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
 
     def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """Sums along an axis.
-
-        Args:
-            terms: weights.
-            dim: the axis.
-
-        Returns:
-            The sums, without it.
-        """
+        """Sums along an axis, which the result has not."""
         empty = (terms == self.zero).all(dim)
         return self.reduce(terms.masked_fill(empty.unsqueeze(dim), self.one), dim).masked_fill(empty, self.zero)
 
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
-        """Sums of those terms that have the same index.
-
-        Args:
-            terms: `[..., k]`.
-            index: int64 `[k]`, from 0 to size - 1.
-            size: the number of sums.
-
-        Returns:
-            `[..., size]`.
-        """
+        """Sums `[..., size]` of those terms `[..., k]` that have the same index, int64 `[k]`, from 0 to size - 1."""
         count = torch.bincount(index, minlength=size)
         order = index.argsort(stable=True)
         rank = torch.arange(len(index), device=index.device) - (count.cumsum(0) - count)[index[order]]
@@ -112,17 +77,9 @@ class Semiring:
         return self.sum(torch.nn.functional.pad(terms, (0, 1), value=self.zero)[..., places], -1)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Products of matrices, some columns at a time.
-
-        Args:
-            a: `[..., m, k]`.
-            b: `[..., k, n]`.
-
-        Returns:
-            `[..., m, n]`.
-        """
+        """Products `[..., m, n]` of matrices `[..., m, k]` and `[..., k, n]`, some columns at a time."""
         terms = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel() * a.shape[-2] * a.shape[-1]
-        columns = b.split(max(1, _TERMS // max(1, terms)), -1)
+        columns = b.split(max(1, TERMS // max(1, terms)), -1)
         return torch.cat([self.sum(self.times(a[..., None], part[..., None, :, :]), -2) for part in columns], -1)
 
 
@@ -167,14 +124,11 @@ class _Max(Semiring):
     def sum(self, terms: Tensor, dim: int) -> Tensor:
         return terms.amax(dim)
 
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b)
-
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
         return _largest_at(terms, index, size)
 
 
-class _Best(_Max):
+class _Best(Semiring):
     """The same for messages with labels: the sum has the label of the largest entry, and of equals the largest label.
 
     Messages are complex numbers, a logarithm and its label; parameters are real.
@@ -190,9 +144,6 @@ class _Best(_Max):
         top = terms.real.amax(dim)
         labels = terms.imag.masked_fill(terms.real != top.unsqueeze(dim), -math.inf)
         return torch.complex(top, labels.amax(dim))
-
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
 
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
         top = _largest_at(terms.real, index, size)

@@ -14,7 +14,7 @@ from .transition import Transition, check_parameter, look_up
 
 @dataclass(frozen=True)
 class _Graph:
-    """The arcs of a graph int64 [2, arcs], and what is found of them once."""
+    """The arcs of a graph, int64 [2, arcs], with what is computed of them once."""
 
     indices: Tensor
     states: int
@@ -81,15 +81,12 @@ class Sparse(Transition):
             raise ValueError(f"indices: expected [2, {values.shape[-1]}] to go with values, got {list(indices.shape)}")
         if states is not None and (isinstance(states, bool) or not isinstance(states, int)):
             raise TypeError(f"states: expected an integer or None, got {states!r}")
-        states = _checked_states(indices, states)
-        self._of(values, _Graph(indices.to(values.device, torch.int64), states))
+        super().__init__(values)
+        self.states = _checked_states(indices, states)
+        self._graph = _Graph(indices.to(values.device, torch.int64), self.states)
         places, _ = self._graph.places
         if has_values(places) and bool((places[1:] == places[:-1]).any()):
             raise ValueError("indices: expected each pair of states once, got one twice")
-
-    def _of(self, values: Tensor, graph: _Graph) -> None:
-        super().__init__(values)
-        self.states, self._graph = graph.states, graph
 
     def with_parameters(self, *parameters: Tensor) -> "Sparse":
         """The same graph with other values, on their device; see `Transition.with_parameters`."""
@@ -135,8 +132,8 @@ class Sparse(Transition):
     @property
     def mT(self) -> "Sparse":
         """The transposed matrices: arcs lead back."""
-        transposed = object.__new__(Sparse)
-        transposed._of(self.values, self._graph.reversed)
+        transposed = self.with_parameters(self.values)
+        transposed._graph = self._graph.reversed
         return transposed
 
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:

@@ -1,9 +1,10 @@
-"""What the library asks of a transition matrix that is given by fewer parameters than it has entries."""
+"""What the library needs of a transition matrix, which may have fewer parameters than entries."""
 
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class Transition(ABC):
     r"""A transition matrix P `[from, to]` of c states, or a batch of them, in place of `bulk` in any function.
 
-    To make a structure of one's own: say what its parameters are, how many axes each has of its own, and how a message
-    passes through it. Where costs matter, `mT` and `entries` can be said in fewer operations than by `to_dense`.
+    A user's structure has `states`, `parameters`, the number of `own` axes of each, and `apply`; all else follows.
+    Where costs matter, `mT` and `entries` can take fewer operations than by `to_dense`.
 
     >>> class Shift(Transition):  # P(i, i + 1 mod c) = weight_i
     ...     own = (1,)
@@ -41,14 +42,14 @@ class Transition(ABC):
         parameters: non-negative weights `[*B or ones, v-1 or 1, *own]`, or their logarithms where a function is called
             with `log_params`. As with `bulk`, batch axes may be of size 1 or left out. A step axis of size 1, or none
             and no batch axes either, means one matrix for every step. All have as many of these axes.
-        own: the number of each parameter's last axes, behind batch and steps.
+        own: the number of each parameter's last axes, after batch and steps.
         sums: whether entries are sums of products of parameters, so that no best path passes through them.
-        pattern: what the kernels of bands, arcs and products know the structure by; None for structures of one's own,
-            which are computed in log space, in float64, by `apply`.
+        pattern: what the kernels of bands, arcs and products take; None for a user's structures, which are computed in
+            log space, in float64, by `apply`.
     """
 
     states: int
-    own: ClassVar[tuple[int, ...]]
+    own: tuple[int, ...]
     sums: ClassVar[bool] = False
     pattern: Any = None
 
@@ -57,15 +58,10 @@ class Transition(ABC):
 
     @abstractmethod
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
-        """`message @ P`, for parameters `[*lead or ones, *own]`.
+        """`message @ P` `[*lead, rows, c]` of a message of that shape, for parameters `[*lead or ones, *own]`.
 
-        Args:
-            message: `[*lead, rows, c]`.
-            semiring: `LINEAR`, in which messages and parameters are weights; `LOG` or `MAX`, in which they are
-                logarithms. `MAX` is not asked for where entries are `sums`.
-
-        Returns:
-            `[*lead, rows, c]`.
+        In `LINEAR`, message and parameters are weights; in any other semiring, such as `LOG` or `MAX`, logarithms.
+        `MAX` is not used where entries are `sums`.
 
         >>> from logchain.transitions import Banded
         >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
@@ -79,15 +75,9 @@ class Transition(ABC):
         return Transposed(self)
 
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
-        """`P[source, target]`, for indices `[..., *lead]` that broadcast with the parameters' `[*lead, *own]`.
+        """`P[source, target]` `[..., *lead]`, for indices that broadcast with the parameters' `[*lead, *own]`.
 
-        Args:
-            source: indices that transitions leave.
-            target: indices that they enter.
-            semiring: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`, logarithms if the parameters are.
+        With `LOG`, parameters and entries are logarithms.
 
         >>> from logchain.transitions import Banded
         >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
@@ -97,13 +87,9 @@ class Transition(ABC):
         return look_up(self._dense(semiring), source, target)
 
     def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest `message(k) + log P(k, j)` for each state j, and the lowest k with it.
+        """The largest `message(k) + log P(k, j)` for each state j, and the lowest k with it, int64.
 
-        Args:
-            message: logarithms `[*lead, rows, c]`; so are the parameters.
-
-        Returns:
-            Logarithms and int64, both `[*lead, rows, c]`.
+        The message and both results are `[*lead, rows, c]`; parameters are logarithms.
 
         >>> from logchain.transitions import Banded
         >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
@@ -112,36 +98,18 @@ class Transition(ABC):
         """
         # entries are labelled with the state that they come from
         labels = -torch.arange(self.states, dtype=message.dtype, device=message.device)
-        found = self.apply(torch.complex(message, labels.expand_as(message)), BEST)
-        return found.real, (-found.imag).clamp(0, self.states - 1).long()
+        best = self.apply(torch.complex(message, labels.expand_as(message)), BEST)
+        return best.real, (-best.imag).clamp(0, self.states - 1).long()
 
     def columns(self, target: Tensor) -> Tensor:
-        """`log P[:, target]`, for parameters that are logarithms.
-
-        Args:
-            target: int64 `[*lead, rows]`.
-
-        Returns:
-            `[*lead, rows, c]`.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.map(torch.log).columns(torch.tensor([1])).exp()
-        tensor([[0.1000, 0.8000, 0.0000]])
-        """
+        """`log P[:, target]` `[*lead, rows, c]` of states `[*lead, rows]`, for parameters that are logarithms."""
         unit = torch.full((*target.shape, self.states), -math.inf, dtype=self.dtype, device=self.device)
         return self.mT.apply(unit.scatter_(-1, target[..., None], 0.0), LOG)
 
     def draw(self, message: Tensor, target: Tensor, uniform: Tensor) -> Tensor:
-        """States before `target`, drawn by `exp(message) P[:, target]`.
+        """States before `target`, drawn with weights `exp(message) P[:, target]` by `uniform` numbers in [0, 1).
 
-        Args:
-            message: logarithms `[*lead, rows, c]`; so are the parameters.
-            target: int64 `[draws, *lead, rows]`.
-            uniform: numbers in [0, 1), of its shape.
-
-        Returns:
-            int64 `[draws, *lead, rows]`.
+        All are `[draws, *lead, rows]`, but `message` is `[*lead, rows, c]`; it and the parameters are logarithms.
 
         >>> from logchain.transitions import Banded
         >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
@@ -154,21 +122,7 @@ class Transition(ABC):
         return pick(message + columns, uniform)[0]
 
     def to_dense(self, *, log_params: bool = False) -> Tensor:
-        """The matrices that a structure stands for: its definition.
-
-        Args:
-            log_params: whether the parameters are logarithms, and so the entries.
-
-        Returns:
-            `[*lead, c, c]`.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.to_dense()
-        tensor([[0.9000, 0.1000, 0.0000],
-                [0.0000, 0.8000, 0.2000],
-                [0.0000, 0.0000, 1.0000]])
-        """
+        """The matrices `[*lead, c, c]`, which define a structure; `log_params`: of logarithms, as parameters are."""
         return self._dense(LOG if log_params else LINEAR)
 
     def _dense(self, semiring: Semiring) -> Tensor:
@@ -176,87 +130,26 @@ class Transition(ABC):
         return self.apply(unit.fill_diagonal_(semiring.one).expand(*self.lead, -1, -1), semiring)
 
     def with_parameters(self, *parameters: Tensor) -> "Self":
-        """The same structure with other parameters.
-
-        Args:
-            *parameters: as many, with the same own axes; leading axes may be others.
-
-        Returns:
-            The structure.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.with_parameters(torch.ones(5, 1, 2, 3)).to_dense().shape
-        torch.Size([5, 1, 3, 3])
-        """
+        """The same structure with other parameters, as many and with the same own axes; leading axes may be others."""
         other: Self = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.parameters = parameters
         return other
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Self":
-        """The same structure with a function applied to each parameter.
-
-        Args:
-            function: from a tensor to a tensor.
-
-        Returns:
-            The structure.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.map(lambda weights: weights / 2).to_dense()[0]
-        tensor([0.4500, 0.0500, 0.0000])
-        """
+        """The same structure with a function applied to each parameter."""
         return self.with_parameters(*map(function, self.parameters))
 
     def to(self, *args: Any, **options: Any) -> "Self":
-        """The same structure with parameters on another device or of another dtype.
-
-        Args:
-            *args: as of `Tensor.to`.
-            **options: as of `Tensor.to`.
-
-        Returns:
-            The structure.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.to(torch.float64).dtype
-        torch.float64
-        """
+        """The same structure with parameters on another device or of another dtype; arguments as of `Tensor.to`."""
         return self.map(lambda parameter: parameter.to(*args, **options))
 
     def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The parameters in the order of `pattern`: as they are, where a structure says nothing else.
-
-        Args:
-            parameters: those of the structure.
-
-        Returns:
-            As many, of the same shapes.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.to_pattern(step.parameters)[0] is step.values
-        True
-        """
+        """Parameters in the order of `pattern`."""
         return parameters
 
     def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gradients of the parameters: as they are, where a structure says nothing else.
-
-        Args:
-            gradients: those of the parameters in the order of `pattern`.
-
-        Returns:
-            As many, of the same shapes.
-
-        >>> from logchain.transitions import Banded
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.from_pattern((torch.ones(2, 3),))[0].shape
-        torch.Size([2, 3])
-        """
+        """Gradients of parameters in the order of `pattern`, in that of the structure."""
         return gradients
 
     @property
@@ -283,7 +176,7 @@ class Transition(ABC):
 
     @property
     def names(self) -> list[str]:
-        """The name of each parameter: that of the argument that it was given as, if it is an attribute."""
+        """The name of each parameter: that of its argument, where it is an attribute too."""
         names = [f"parameters[{i}]" for i in range(len(self.parameters))]
         for name, argument in inspect.signature(type(self)).parameters.items():
             if argument.kind is argument.VAR_POSITIONAL:
@@ -300,10 +193,7 @@ class Transition(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The widest dtype of the parameters."""
-        dtype = self.parameters[0].dtype
-        for parameter in self.parameters[1:]:
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        return dtype
+        return reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters))
 
     @property
     def device(self) -> torch.device:
@@ -315,29 +205,24 @@ class Transition(ABC):
 
 
 class Transposed(Transition):
-    """The transposed matrices of a structure that does not say what they are."""
+    """The transposed matrices of a structure without a method for them."""
 
     def __init__(self, of: Transition) -> None:
         super().__init__(*of.parameters)
-        self._of, self.states = of, of.states
-
-    @property
-    def own_axes(self) -> tuple[int, ...]:
-        """Those of the other structure."""
-        return self._of.own_axes
+        self._of, self.states, self.own = of, of.states, of.own_axes
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
-        return semiring.matmul(message, self._of.with_parameters(*self.parameters)._dense(semiring).mT)
+        return semiring.matmul(message, self.mT._dense(semiring).mT)
 
     @property
     def mT(self) -> Transition:
-        """The other structure."""
+        """The structure itself."""
         return self._of.with_parameters(*self.parameters)
 
 
 def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The index that each number in [0, 1) draws from weights `[..., k]`, given as logarithms, and a new number.
+    """The index that each number in [0, 1) draws from weights `[..., k]`, as logarithms, and a new number.
 
     The index is the first whose cumulative weight exceeds `uniform` times the total; none has weight 0. Where the
     number lies within that weight's share is uniform again.
@@ -353,15 +238,15 @@ def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
-    """Check for a floating tensor with at least its own axes, none of which is empty, on the device of another."""
+    """Check for a floating tensor of at least so many axes, the last of them not empty, on the device of `like`."""
     check_tensor(name, value, axes, like=like)
     if 0 in value.shape[value.dim() - axes :]:
         raise ValueError(f"{name}: expected no empty axis among the last {axes}, got shape {list(value.shape)}")
 
 
-def look_up(values: Tensor, *index: Tensor, kept: int = 0) -> Tensor:
-    """Entries `[..., *lead]` of values `[*lead or ones, ...]`, whose last axes but the `kept` ones are indexed."""
-    lead = values.dim() - len(index) - kept
+def look_up(values: Tensor, *index: Tensor, rest: int = 0) -> Tensor:
+    """Entries `[..., *lead, *rest]` of values `[*lead or ones, *indexed, *rest]`, `rest` being a number of axes."""
+    lead = values.dim() - len(index) - rest
     places = [
         torch.arange(size, device=values.device).view(-1, *(1,) * (lead - 1 - axis))
         for axis, size in enumerate(values.shape[:lead])
