@@ -1,5 +1,6 @@
 """Operands on the host: pieces arrive whole and in time, and gradients return, whatever runs first."""
 
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -41,7 +42,8 @@ class FakeDevice:
     """
 
     def __init__(self, eager):
-        self.eager, self.compute, self.sides, self.rooms, self.at_once = eager, Queue(), [], [], False
+        self.eager, self.compute, self.sides, self.at_once = eager, Queue(), [], False
+        self.pinned, self.most_pinned = weakref.WeakSet(), 0
 
     def now(self, piece, work):
         """Queue a computation on a piece."""
@@ -53,11 +55,11 @@ class FakeSide:
         self._device, self._copies = device, Queue()
         device.sides.append(self)
 
-    def pinned(self, entries, dtype):
-        self._device.rooms.append(torch.full((entries,), NAN, dtype=dtype))
-        return self._device.rooms[-1]
-
-    buffer = pinned
+    def pinned(self, like):
+        memory = torch.full(like.shape, NAN, dtype=like.dtype)
+        self._device.pinned.add(memory)
+        self._device.most_pinned = max(self._device.most_pinned, len(self._device.pinned))
+        return memory
 
     def computed(self):
         return self._device.compute.mark()
@@ -91,13 +93,14 @@ RANGES = [(0, 3), (2, 5), (5, 6), (6, 9), (1, 2), (4, 4), (8, 9)]
 @pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1], RANGES[:1], RANGES[:2], []], ids=len)
 def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, device):
     tensor = torch.randn(2, 9, 3).transpose(0, 2)  # strange strides
-    found = []
+    found, places = [], set()
     for piece in pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
+        places.add(piece.untyped_storage().data_ptr())
         device.now(piece, lambda piece: found.append(piece.clone()))
     device.compute.run(len(device.compute))
     for one, (start, stop) in zip(found, ranges, strict=True):
         assert torch.equal(one, tensor[:, start:stop])
-    assert len(device.rooms) == 2 * min(2, len(ranges))
+    assert len(places) == min(2, len(ranges)) and device.most_pinned <= 2
 
 
 def test_a_piece_is_asked_for_while_the_one_before_is_computed(device):
@@ -110,33 +113,33 @@ def test_a_piece_is_asked_for_while_the_one_before_is_computed(device):
 
 @pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1]], ids=["forward", "backward"])
 def test_what_is_computed_returns(ranges, device):
-    into = torch.zeros(3, 9, 2, dtype=torch.float32)
-    expected = into.clone()
-    returns = pieces.Returns(into, 1, 3, torch.device("cpu"))
-    for start, stop in ranges:
-        piece = torch.full((3, stop - start, 2), NAN, dtype=torch.float64)
+    operand = torch.zeros(3, 9, 2, dtype=torch.float32)
+    expected, dtype = operand.clone(), torch.float32 if device.eager else torch.float64
+    gradient = pieces.Gradient(operand, -2, dtype, ranges, lambda piece: piece, torch.device("cpu"))
+    for i, (start, stop) in enumerate(ranges):
         value = torch.randn(3, stop - start, 2, dtype=torch.float64)
         expected[:, start:stop] = value
+        piece = gradient.piece(i).fill_(NAN)
         if device.eager:  # what is computed late is copied late
-            piece = piece.float()
             device.now(piece, lambda piece, value=value: piece.copy_(value))
         else:
             piece.copy_(value)
-        returns.put(start, piece)
+        gradient.put(i)
         del piece
-    returns.finish()
-    assert torch.equal(into, expected)
-    assert len(device.rooms) == 2
+    assert torch.equal(gradient.whole(), expected)
+    assert device.most_pinned == 2
 
 
 def test_on_one_device_pieces_are_views():
-    tensor = torch.randn(4, 6)
-    for piece, start in zip(pieces.pieces(tensor, 1, [(0, 2), (2, 6)], tensor.device), (0, 2), strict=True):
+    tensor, ranges = torch.randn(4, 6), [(0, 2), (2, 6)]
+    for piece, start in zip(pieces.pieces(tensor, 1, ranges, tensor.device), (0, 2), strict=True):
         assert piece.data_ptr() == tensor[:, start].data_ptr()
-    into = torch.zeros(4, 6)
-    returns = pieces.Returns(into, 1, 3, tensor.device)
-    returns.put(2, tensor[:, :3])
-    assert torch.equal(into[:, 2:5], tensor[:, :3]) and not into[:, :2].any()
+    gradient = pieces.Gradient(tensor, -1, tensor.dtype, ranges, lambda piece: piece, tensor.device)
+    for i in (1, 0):
+        gradient.piece(i).copy_(tensor[:, slice(*ranges[i])])
+        gradient.put(i)
+        assert gradient.piece(i).data_ptr() == gradient.whole()[:, ranges[i][0]].data_ptr()
+    assert torch.equal(gradient.whole(), tensor)
 
 
 @pytest.fixture
