@@ -91,7 +91,7 @@ def plan(
         every = budget.every_within(memory_budget, x, bulk, p0, gradients)
         if every is None:
             return Plan("sequential", 1, peak, None, "memory_budget holds all messages")
-        peak = budget.Sizes.of(x, bulk, p0, gradients).checkpointed(every)
+        peak = budget.Sizes(x, bulk, p0, gradients).checkpointed(every)
         return Plan("sequential", 1, peak, every, "memory_budget keeps the messages that fit, and recomputes others")
     if name == "tree" and size.v > 1:
         stack = size.n * (size.v - 1) * size.c**2

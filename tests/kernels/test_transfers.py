@@ -186,11 +186,11 @@ def test_kernels_of_a_device_compute_the_pieces(on_host):
 
 def test_copies_and_buffers_count(monkeypatch):
     x, bulk, p0 = torch.zeros(3, 50, 4), torch.zeros(3, 49, 4, 4), torch.ones(4)
-    here = budget.Sizes.of(x, bulk, p0).checkpointed(7)
+    here = budget.Sizes(x, bulk, p0).checkpointed(7)
     monkeypatch.setattr(budget, "apart", lambda tensor, device: True)
     step = 3 * 4 * 4  # bytes of x
-    assert budget.Sizes.of(x, bulk, p0).checkpointed(7) - here == 8 * 2 * (step + 4 * step)
-    assert budget.Sizes.of(x.requires_grad_(), bulk, p0).checkpointed(7) - here == 8 * 2 * (2 * step + 4 * step)
+    assert budget.Sizes(x, bulk, p0).checkpointed(7) - here == 8 * 2 * (step + 4 * step)
+    assert budget.Sizes(x.requires_grad_(), bulk, p0).checkpointed(7) - here == 8 * 2 * (2 * step + 4 * step)
     # however much there is, the operands are moved
     assert budget.every_within(10**9, x, bulk, p0) == 49
 
