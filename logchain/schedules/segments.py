@@ -46,14 +46,20 @@ def saved_shapes(x: Tensor, v: int, g: int, m: int, c: int, segments: int, keep:
 
 def forward(chain: Chain, segments: int, warm_up: int, *, keep: bool) -> Saved:
     """The log-partition (g, m) in float64, messages, extra, recomputed; `warm_up` 0 is a length that is searched."""
-    cut = Cut(chain, segments)
+    cut, device = Cut(chain, segments), chain.x.device
     messages = kernels.messages_of(chain, chain.v + cut.count) if keep else None
-    recomputed = torch.zeros(cut.count + 1, chain.g, chain.m, dtype=torch.bool, device=chain.x.device)
+    recomputed = torch.zeros(cut.count + 1, chain.g, chain.m, dtype=torch.bool, device=device)
     if kernels.on_gpu(chain.x):
         log_norm, extra = _by_products(cut, messages, recomputed)
     else:
-        log_norm, steps = _by_warm_up(cut, warm_up, messages, recomputed)
-        extra = torch.tensor([steps], device=chain.x.device)
+        guesses, steps = _warmed_up(cut, warm_up)
+        if steps > 0:
+            log_norm = _in_segments(cut, guesses, messages, recomputed)
+        if steps == 0 or not (log_norm < torch.inf).all():  # what is not finite comes from a sequential scan
+            memory = None if messages is None else messages[: chain.v]
+            whole, steps = kernels.chain_kernels(chain.x).forward(chain, keep=memory)[0], 0
+            log_norm, recomputed[0], recomputed[1:] = whole.log_norm, whole.redone, False
+        extra = torch.tensor([steps], device=device)
     report_chains(recomputed.any(0))
     return log_norm, chain.new(0) if messages is None else messages, extra, recomputed.flatten(1)
 
@@ -99,23 +105,6 @@ def backward(
     return start
 
 
-def _by_warm_up(cut: "Cut", steps: int, messages: Tensor | None, recomputed: Tensor) -> tuple[Tensor, int]:
-    """The log-partition (g, m), and the length of the warm-up; 0 for a sequential scan.
-
-    `messages` are written if there is memory for them, and `recomputed` (count + 1, g, m).
-    """
-    guesses, steps = _warmed_up(cut, steps)
-    if steps > 0:
-        log_norm = _in_segments(cut, guesses, messages, recomputed)
-        if (log_norm < torch.inf).all():  # what is not finite comes from a sequential scan
-            return log_norm, steps
-    scan, v = kernels.chain_kernels(cut.chain.x).forward, cut.chain.v
-    whole, _ = scan(cut.chain, keep=None if messages is None else messages[:v])
-    recomputed.zero_()
-    recomputed[0] = whole.redone
-    return whole.log_norm, 0
-
-
 def _warmed_up(cut: "Cut", warm_up: int) -> tuple[Tensor, int]:
     """Logarithms of messages (count, g, m, c) after the last `warm_up` steps of each segment, from uniform ones.
 
@@ -139,7 +128,10 @@ def _warmed_up(cut: "Cut", warm_up: int) -> tuple[Tensor, int]:
 
 
 def _in_segments(cut: "Cut", guesses: Tensor, messages: Tensor | None, recomputed: Tensor) -> Tensor:
-    """The log-partition (g, m) by the head and all segments, into each of which but the first a guess enters."""
+    """The log-partition (g, m) by the head and all segments, into each of which but the first a guess enters.
+
+    `messages` are written if there is memory for them, and `recomputed` (count + 1, g, m).
+    """
     chain, scan = cut.chain, kernels.chain_kernels(cut.chain.x).forward
     of_head, of_segments = cut.parts(messages)
     head, start = scan(cut.head, keep=of_head, leave=True)
