@@ -48,12 +48,12 @@ class Side:
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def pieces(tensor: Tensor, axis: int, ranges: Ranges, device: torch.device) -> Iterator[Tensor]:
-    """The piece of each range along an axis, on the device; valid until the next one is asked for.
+def pieces(tensor: Tensor, ranges: Ranges, device: torch.device) -> Iterator[Tensor]:
+    """The piece of each range of the first axis, on the device; valid until the next one is asked for.
 
     Queue all work on a piece before asking for the next.
     """
-    views = [tensor.narrow(axis, start, stop - start) for start, stop in ranges]
+    views = [tensor[start:stop] for start, stop in ranges]
     if not apart(tensor, device):
         yield from views
         return
@@ -69,51 +69,57 @@ def pieces(tensor: Tensor, axis: int, ranges: Ranges, device: torch.device) -> I
 
 
 class Gradient:
-    """The gradient of an operand, written a range along an axis at a time, on the operand's device.
+    """The gradient of an operand, if there is one, written a range of the first axis of its `view` at a time.
 
-    Pieces are of `dtype` on `device`, and as the kernels `view` them. The gradient of a matrix that all steps share is
-    the sum of pieces, added up in float64 and rounded once.
+    Pieces are of `dtype` on `device`. The gradient of a matrix that all steps share is the sum of pieces, added up in
+    float64 and rounded once.
     """
 
     def __init__(
-        self, operand: Tensor, axis: int, dtype: torch.dtype, ranges: Ranges, view: Callable[[Tensor], Tensor],
+        self, operand: Tensor | None, view: Callable[[Tensor], Tensor], ranges: Ranges, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._whole = torch.zeros_like(operand, memory_format=torch.contiguous_format)
-        shared = axis == -3 and operand.shape[axis] == 1
-        self._sum = torch.zeros(operand.shape, dtype=torch.float64, device=device) if shared else None
-        self._into = [self._whole if shared else self._whole.narrow(axis, i, j - i) for i, j in ranges]
-        self._side = Side(device) if apart(operand, device) and not shared else None
-        self._in_place = not apart(operand, device) and not shared and operand.dtype == dtype
-        self._dtype, self._view, self._device = dtype, view, device
+        self._ranges, self._dtype, self._device, self._whole = ranges, dtype, device, None
         self._under_way: deque[tuple[Any, Tensor, Tensor, Tensor]] = deque()
+        if operand is not None:
+            self._whole = torch.zeros_like(operand, memory_format=torch.contiguous_format)
+            self._view = view(self._whole)
+            self._side = Side(device) if apart(operand, device) else None
+            self._sum = self._view.to(device, torch.float64, copy=True) if len(self._view) == 1 else None
 
-    def piece(self, i: int) -> Tensor:
+    def piece(self, i: int) -> Tensor | None:
         """Memory for the gradient of a range, uninitialized or 0."""
-        into = self._into[i]
-        self._piece = into if self._in_place else torch.empty(into.shape, dtype=self._dtype, device=self._device)
-        return self._view(self._piece)
+        if self._whole is None:
+            return None
+        self._into = self._view if self._sum is not None else self._view[slice(*self._ranges[i])]
+        in_place = self._sum is None and self._side is None and self._into.dtype == self._dtype
+        self._piece = self._into if in_place else torch.empty(self._into.shape, dtype=self._dtype, device=self._device)
+        return self._piece
 
-    def put(self, i: int) -> None:
+    def put(self) -> None:
         """Write the last piece into its range; a copy to another device may end later."""
+        if self._whole is None or self._piece is self._into:
+            return
         if self._sum is not None:
             self._sum += self._piece
-        elif self._side is None and not self._in_place:
-            self._into[i].copy_(self._piece)
-        elif self._side is not None:
-            self._finish(SLOTS - 1)
-            piece = self._piece.to(self._whole.dtype).contiguous()
+        elif self._side is None:
+            self._into.copy_(self._piece)
+        else:
+            self._land(SLOTS - 1)
+            piece = self._piece.to(self._into.dtype).contiguous()
             host = self._side.pinned(piece)
             # a reference to the piece keeps its memory from being used again before it is copied
             copied = self._side.copy(host, piece, after=self._side.computed())
-            self._under_way.append((copied, piece, host, self._into[i]))
+            self._under_way.append((copied, piece, host, self._into))
 
-    def whole(self) -> Tensor:
+    def whole(self) -> Tensor | None:
         """The gradient, when all pieces have been written."""
-        self._finish(0)
-        return self._whole if self._sum is None else self._whole.copy_(self._sum)
+        self._land(0)
+        if self._whole is not None and self._sum is not None:
+            self._view.copy_(self._sum)
+        return self._whole
 
-    def _finish(self, most: int) -> None:
+    def _land(self, most: int) -> None:
         """Wait for copies until at most so many are under way."""
         while len(self._under_way) > most:
             copied, _, host, into = self._under_way.popleft()

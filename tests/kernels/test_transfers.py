@@ -92,21 +92,21 @@ RANGES = [(0, 3), (2, 5), (5, 6), (6, 9), (1, 2), (4, 4), (8, 9)]
 
 @pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1], RANGES[:1], RANGES[:2], []], ids=len)
 def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, device):
-    tensor = torch.randn(2, 9, 3).transpose(0, 2)  # strange strides
+    tensor = torch.randn(2, 3, 9).transpose(0, 2)  # strange strides
     found, places = [], set()
-    for piece in pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
+    for piece in pieces.pieces(tensor, ranges, torch.device("cpu")):
         places.add(piece.untyped_storage().data_ptr())
         device.now(piece, lambda piece: found.append(piece.clone()))
     device.compute.run(len(device.compute))
     for one, (start, stop) in zip(found, ranges, strict=True):
-        assert torch.equal(one, tensor[:, start:stop])
+        assert torch.equal(one, tensor[start:stop])
     assert len(places) == min(2, len(ranges)) and device.most_pinned <= 2
 
 
 def test_a_piece_is_asked_for_while_the_one_before_is_computed(device):
     """The copy into the device's buffer waits for no more than the piece that lay in it."""
     device.eager, done = True, []
-    for i, piece in enumerate(pieces.pieces(torch.randn(40), 0, [(10 * i, 10 * i + 10) for i in range(4)], None)):
+    for i, piece in enumerate(pieces.pieces(torch.randn(40), [(10 * i, 10 * i + 10) for i in range(4)], None)):
         assert len(done) == max(0, i - 1)
         device.now(piece, done.append)
 
@@ -115,39 +115,41 @@ def test_a_piece_is_asked_for_while_the_one_before_is_computed(device):
 def test_what_is_computed_returns(ranges, device):
     operand = torch.zeros(3, 9, 2, dtype=torch.float32)
     expected, dtype = operand.clone(), torch.float32 if device.eager else torch.float64
-    gradient = pieces.Gradient(operand, -2, dtype, ranges, lambda piece: piece, torch.device("cpu"))
+    gradient = pieces.Gradient(operand, lambda whole: whole.transpose(0, 1), ranges, dtype, torch.device("cpu"))
     for i, (start, stop) in enumerate(ranges):
-        value = torch.randn(3, stop - start, 2, dtype=torch.float64)
-        expected[:, start:stop] = value
+        value = torch.randn(stop - start, 3, 2, dtype=torch.float64)
+        expected.transpose(0, 1)[start:stop] = value
         piece = gradient.piece(i).fill_(NAN)
         if device.eager:  # what is computed late is copied late
             device.now(piece, lambda piece, value=value: piece.copy_(value))
         else:
             piece.copy_(value)
-        gradient.put(i)
+        gradient.put()
         del piece
     assert torch.equal(gradient.whole(), expected)
     assert device.most_pinned == 2
 
 
 def test_on_one_device_pieces_are_views():
-    tensor, ranges = torch.randn(4, 6), [(0, 2), (2, 6)]
-    for piece, start in zip(pieces.pieces(tensor, 1, ranges, tensor.device), (0, 2), strict=True):
-        assert piece.data_ptr() == tensor[:, start].data_ptr()
-    gradient = pieces.Gradient(tensor, -1, tensor.dtype, ranges, lambda piece: piece, tensor.device)
+    tensor, ranges = torch.randn(6, 4), [(0, 2), (2, 6)]
+    for piece, start in zip(pieces.pieces(tensor, ranges, tensor.device), (0, 2), strict=True):
+        assert piece.data_ptr() == tensor[start].data_ptr()
+    gradient = pieces.Gradient(tensor, lambda whole: whole, ranges, tensor.dtype, tensor.device)
     for i in (1, 0):
-        gradient.piece(i).copy_(tensor[:, slice(*ranges[i])])
-        gradient.put(i)
-        assert gradient.piece(i).data_ptr() == gradient.whole()[:, ranges[i][0]].data_ptr()
+        piece = gradient.piece(i)
+        assert piece.data_ptr() == gradient.whole()[ranges[i][0]].data_ptr()
+        piece.copy_(tensor[slice(*ranges[i])])
+        gradient.put()
     assert torch.equal(gradient.whole(), tensor)
 
 
 @pytest.fixture
 def on_host(device, monkeypatch):
-    """Have the operands that are named by their numbers of axes lie on the host, and segments be of so many steps."""
+    """Have operands, which are named, lie on the host, and pieces be of so many steps."""
 
-    def of(every, axes):
-        monkeypatch.setattr(pieces, "apart", lambda tensor, device: tensor.dim() in axes)
+    def of(every, names):
+        is_bulk = lambda tensor: tensor.shape[-1] == tensor.shape[-2]  # noqa: E731
+        monkeypatch.setattr(pieces, "apart", lambda tensor, device: ("bulk" if is_bulk(tensor) else "x") in names)
         monkeypatch.setattr(budget, "every_within", lambda *args: every)
         device.at_once = True
         return device
@@ -156,22 +158,22 @@ def on_host(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "each", "dtype", "wanted"),
+    ("name", "names", "each", "dtype", "wanted"),
     [
-        ("dense", (4, 5), True, F32, "x bulk p0"),
-        ("sharp", (4,), True, F32, "x"),
-        ("left_to_right", (5,), False, torch.bfloat16, "bulk"),
-        ("impossible", (4, 5), False, torch.bfloat16, "p0"),
-        ("v1", (4, 5), False, F32, "x bulk p0"),
-        ("v2", (4, 5), True, F32, "x bulk p0"),
+        ("dense", ("x", "bulk"), True, F32, "x bulk p0"),
+        ("sharp", ("x",), True, F32, "x"),
+        ("left_to_right", ("bulk",), False, torch.bfloat16, "bulk"),
+        ("impossible", ("x", "bulk"), False, torch.bfloat16, "p0"),
+        ("v1", ("x", "bulk"), False, F32, "x bulk p0"),
+        ("v2", ("x", "bulk"), True, F32, "x bulk p0"),
     ],
 )
-def test_operands_on_the_host_keep_the_contract(name, axes, each, dtype, wanted, on_host):
+def test_operands_on_the_host_keep_the_contract(name, names, each, dtype, wanted, on_host):
     chain = FAMILIES[name](dtype=dtype, each=each)
     lengths = LENGTHS if name == "dense" else None
     truth = Truth(chain, lengths)
     for every in (1, 5, 16):
-        device = on_host(every, axes)
+        device = on_host(every, names)
         assert_contract(chain, lengths, wanted, truth, memory_budget=1)
         assert device.sides
     assert_contract(chain._replace(bulk=chain.bulk[..., :1, :, :]), lengths, wanted, memory_budget=1)
@@ -179,7 +181,7 @@ def test_operands_on_the_host_keep_the_contract(name, axes, each, dtype, wanted,
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors on a CPU are for the interpreter")
 def test_kernels_of_a_device_compute_the_pieces(on_host):
-    on_host(3, (4, 5))
+    on_host(3, ("x", "bulk"))
     with on("gpu"):
         assert_contract(FAMILIES["dense"](F32, each=True, n=2, t=1, v=6, c=3), lengths=[6, 4], memory_budget=1)
 
