@@ -37,7 +37,7 @@ class Checkpoints:
         self._variables = [(start and start + 1, stop + 1) for start, stop in self._transitions]
 
     def forward(self, keep: bool) -> tuple[Tensor, Tensor]:
-        """The log-partition [*B] in float64, and the checkpoints (pieces - 1, g, m, c), none unless to be kept."""
+        """The log-partition [*B] in float64, and the checkpoints (pieces - 1, g, m, c), none unless `keep`."""
         chain, p0, last = self._chain, self._operands.p0, len(self._variables) - 1
         checkpoints = p0.new_empty((last if keep else 0, chain.g, chain.m, chain.c), dtype=torch.float64)
         recomputed = torch.zeros(chain.g, chain.m, dtype=torch.bool, device=p0.device)

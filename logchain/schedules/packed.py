@@ -22,7 +22,7 @@ class PackedChain:
         self.chain = Chain(x, bulk, p0, ends, log_params, packed.dtype, by_log, starts=packed.starts)
 
     def forward(self, keep: bool) -> Kept:
-        """The log-partition of each sequence, and what the backward pass needs if it is to be kept."""
+        """The log-partition of each sequence, and if `keep` what the backward pass needs."""
         chain = self.chain
         with kernels.arithmetic_on(chain.x):
             memory = kernels.messages_of(chain, chain.v) if keep else None

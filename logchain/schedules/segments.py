@@ -75,7 +75,7 @@ def backward(
     if warm_up == 0:
         return scan(chain, Kept(log_norm, messages[: chain.v], flags[0]), weight, None, grad_x, grad_bulk)
     of_head, of_segments = cut.parts(messages)
-    norms, weights = (cut.by_set(one.expand(cut.count, -1, -1)) for one in (log_norm, weight))
+    norms, weights = (cut.by_set(values.expand(cut.count, -1, -1)) for values in (log_norm, weight))
     residuals = Kept(norms, of_segments, cut.by_set(flags[1:]), True)
     (head_x, into_x), (head_bulk, into_bulk) = cut.steps(grad_x), cut.matrices(grad_bulk)
     if grad_bulk is not None and cut.one_matrix:
@@ -85,8 +85,8 @@ def backward(
         return cut.by_segment(scan(cut.segments, residuals, weights, cut.by_set(following), into_x, into_bulk))
 
     def before_segment(s: int, following: Tensor) -> Tensor:
-        one = Kept(log_norm, cut.by_segment(of_segments, 1)[s].contiguous(), flags[1 + s], True)
-        return scan(cut.segment(s), one, weight, following, None, None)
+        of_segment = cut.by_segment(of_segments, 1)[s].contiguous()
+        return scan(cut.segment(s), Kept(log_norm, of_segment, flags[1 + s], True), weight, following, None, None)
 
     if warm_up is None:
         before_segments(extra[1:])
@@ -197,7 +197,7 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
     scan, (of_head, of_segments) = kernels.chain_kernels(cut.chain.x).forward, cut.parts(messages)
     head, start = scan(cut.head, keep=of_head, leave=True)
     products, shift, of_rows = _products(cut)
-    x = start.values.new_zeros(()).expand(cut.count + 1, *start.values.shape)
+    x = start.values.new_zeros(cut.chain.c).expand(cut.count + 1, *start.values.shape)
     between = Chain(x, products, start.values, None, True, torch.float64)
     from_first = scan(between, keep=between.room(between.v))[0]
     log_norm = _sum(start.scale, shift, from_first.log_norm.view(shift[:1].shape))
@@ -300,4 +300,5 @@ class Cut:
 
     def by_set(self, values: Tensor) -> Tensor:
         """Values (count, g, m, ...) as (g', m', ...)."""
-        return values.movedim(0, int(self.one_matrix)).flatten(*([1, 2] if self.one_matrix else [0, 1]))
+        axis = int(self.one_matrix)
+        return values.movedim(0, axis).flatten(axis, axis + 1)
