@@ -5,7 +5,7 @@ recursion is one batched product [g, m, c] x [g, c, c] for c states. All tensors
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -95,6 +95,12 @@ class Chain:
         logs, top = relative_logs(self.p0.double(), -1, log=self.log_params)
         grid = self.g, self.m
         return logs.expand(*self.lead, self.c).reshape(*grid, self.c), top.expand(*self.lead, 1).reshape(*grid, 1)
+
+    def part(self, start: int, stop: int) -> "Chain":
+        """The chain of steps `start` to before `stop`, which a message enters unless `start` is 0; views."""
+        bulk = self.bulk if len(self.bulk) == 1 else self.bulk[max(0, start - 1) : stop - 1]
+        ends = None if self.ends is None else (self.ends - start).clamp(0, stop - start)
+        return replace(self, x=self.x[start:stop], bulk=bulk, ends=ends)
 
     def room(self, steps: int) -> Tensor:
         """Uninitialised memory for the messages of `steps` steps (steps, g, m, c), or of packed rows (rows, c)."""

@@ -1,7 +1,5 @@
 """The choice between Triton kernels and torch operations on a GPU, and the fallback from the former to the latter."""
 
-from __future__ import annotations
-
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -9,15 +7,10 @@ from functools import cache, partial
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from .message import Kept, Message
-
-if TYPE_CHECKING:  # it imports this package
-    from .chain import Chain
 
 _CHOICES, _DEVICES = ("auto", "triton", "plain"), ("cuda", "cpu")
 
@@ -123,34 +116,30 @@ class _OnDevice(ModuleType):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        function = partial(_call, *self._names, name)
-        setattr(self, name, function)
-        return function
+        return partial(_call, *self._names, name)
 
 
 on_device = cache(_OnDevice)
 
 
 def _call(triton: str, plain: str, name: str, *args: Any, **options: Any) -> Any:
-    torch_operations = partial(_WITHOUT_HALVES.get(plain) or getattr(load(plain), name), *args, **options)
-    if not is_triton():
-        return torch_operations()
-    return _attempt(
-        lambda: getattr(load(triton), name)(*args, **options), torch_operations, options.get("inplace", False)
-    )
-
-
-def _attempt(kernels: Callable[[], Any], torch_operations: Callable[[], Any], inplace: bool = False) -> Any:
-    try:
-        return kernels()
-    except Exception as error:
-        if _state.choice == "triton" or not _precedes_launch(error):
-            raise
-        _remember(error)
-        if inplace and not isinstance(error, ImportError):
-            expected = "expected kernels that compile before the operand is overwritten"
-            raise RuntimeError(f"inplace: {expected}, got {_reason(error)}; call again with new operands") from error
-    return torch_operations()
+    if is_triton():
+        try:
+            return getattr(load(triton), name)(*args, **options)
+        except Exception as error:
+            if _state.choice == "triton" or not _precedes_launch(error):
+                raise
+            _warn_once(error)
+            if options.get("inplace", False) and not isinstance(error, ImportError):
+                expected = "expected kernels that compile before the operand is overwritten"
+                text = f"inplace: {expected}, got {_reason(error)}; call again with new operands"
+                raise RuntimeError(text) from error
+    if plain == "plain.forward":
+        options.pop("halved", None)  # torch operations keep no messages in halves
+    elif plain == "plain.backward" and args[1].halved:
+        chain, residuals, *others = args
+        args = chain, load("plain.forward").forward(chain, keep=torch.empty_like(residuals.messages))[0], *others
+    return getattr(load(plain), name)(*args, **options)
 
 
 def _precedes_launch(error: Exception) -> bool:
@@ -163,17 +152,17 @@ def _precedes_launch(error: Exception) -> bool:
     return isinstance(error, subprocess.CalledProcessError) or any(text in str(error) for text in _TEXTS)
 
 
-def _remember(error: Exception) -> None:
+def _warn_once(error: Exception) -> None:
     """With "auto", compute with torch operations from now on, and warn if that is new."""
     with _lock:
-        first = _state == _State("auto", "")
-        if first:
-            _set(_State("auto", _reason(error)), _on_cpu)
-    if first:
-        remedy = "install Triton 3.5 or later, then call" if isinstance(error, ImportError) else "to try again, call"
-        effect = "torch operations compute on the GPU from now on"
-        advice = f'{remedy} logchain.kernels.use("auto"); use("plain") avoids this warning'
-        warnings.warn(f"{_reason(error)}: {effect}; {advice}", RuntimeWarning, stacklevel=2)
+        if _state != _State("auto", ""):
+            return
+        state = _State("auto", _reason(error))
+        _set(state, _on_cpu)
+    remedy = "install Triton 3.5 or later, then call" if isinstance(error, ImportError) else "to try again, call"
+    effect = "torch operations compute on the GPU from now on"
+    advice = f'{remedy} logchain.kernels.use("auto"); use("plain") avoids this warning'
+    warnings.warn(f"{state.failure}: {effect}; {advice}", RuntimeWarning, stacklevel=2)
 
 
 def _reason(error: Exception) -> str:
@@ -184,20 +173,3 @@ def _reason(error: Exception) -> str:
             kernel = f"kernel {launched.fn.__name__}"
         trace = trace.tb_next
     return f"{kernel} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-
-
-def _forward(*args: Any, halved: bool = False, **options: Any) -> tuple[Kept, Message | None]:
-    """`plain.forward`, which keeps no messages in halves."""
-    result: tuple[Kept, Message | None] = load("plain.forward").forward(*args, **options)
-    return result
-
-
-def _backward(chain: Chain, kept: Kept, *args: Any) -> Tensor:
-    """`plain.backward`; messages that Triton kernels kept in halves are recomputed."""
-    if kept.halved:
-        kept, _ = load("plain.forward").forward(chain, keep=torch.empty_like(kept.messages))
-    result: Tensor = load("plain.backward").backward(chain, kept, *args)
-    return result
-
-
-_WITHOUT_HALVES: dict[str, Callable[..., Any]] = {"plain.forward": _forward, "plain.backward": _backward}

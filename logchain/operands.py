@@ -43,7 +43,7 @@ def chain_of(
     ends, v = None, x.shape[-2]
     if lengths is not None:
         ends = layout.grouped(lengths)[..., None]
-        if not kernels.on_gpu(x):
+        if not kernels.on_gpu(p0):
             check_lengths(lengths, v)
             v = v if whole else int(lengths.max())
     steps, matrices = layout.steps_first(x), layout.matrices(bulk)

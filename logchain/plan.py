@@ -91,11 +91,11 @@ def plan(
         every = budget.every_within(memory_budget, x, bulk, p0, gradients)
         if every is None:
             return Plan("sequential", 1, peak, None, "memory_budget holds all messages")
-        peak = budget.Sizes.of(x, bulk, p0, gradients).checkpointed(every)
+        peak = budget.Sizes(x, bulk, p0, gradients).checkpointed(every)
         return Plan("sequential", 1, peak, every, "memory_budget keeps the messages that fit, and recomputes others")
     if name == "tree" and size.v > 1:
-        stack = size.n * (size.v - 1) * size.c**2
-        return Plan("tree", 1, (32 if gradients else 24) * stack, None, f"strategy={strategy!r}")
+        stack = (32 if gradients else 24) * size.n * (size.v - 1) * size.c**2
+        return Plan("tree", 1, stack, None, f"strategy={strategy!r}")
     (segments, _), reason = choose.choose(size, gpu, "sequential" if name == "tree" else name)
     # each message between segments is in memory some times while two are compared
     between = 16 * 8 * size.n * segments * size.c if segments > 1 else 0

@@ -22,23 +22,18 @@ from ..kernels.chain import FEW_STATES, has_idle_threads
 from ..operands import arithmetic_dtype
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
-STRATEGIES = get_args(Strategy)
 
 # so many segments, two or more, with a warm-up of so many steps
 _NUMBERED = re.compile(r"segments:(?:[2-9]|[1-9][0-9]{1,5})(?::[1-9][0-9]{0,8})?")
-
 # names of former strategies, and what they mean now
 _FORMER = {"chunked": "segments", "overlapped": "segments", "meeting": "auto"}
-
 # the work of a sequence from which segments pay, in multiply-adds, and those that a state takes per step besides c; a
 # quarter of that pays with a matrix per step, each of which is read from memory
 _WORTH, _PER_STATE = 9 * 2**23, 32
 # states from which segments that share a matrix pay without idle threads, and such segments for each thread
 _SHARED_STATES, _ROWS = 128, 8
-# the fewest steps of a segment for each byte of a number
-_STEPS = 12
-# segments of chains whose sizes are not known
-_UNKNOWN = 16
+# the fewest steps of a segment for each byte of a number, and segments of chains whose sizes are not known
+_STEPS, _UNKNOWN = 12, 16
 # states up to which a GPU multiplies segments of one sequence, and their number of variables from which it does
 _GPU_STATES, _GPU_LONG = 64, 1024
 
@@ -75,6 +70,11 @@ class Size(NamedTuple):
         *batch, v, c = x.shape
         return cls(math.prod(batch), v, c, arithmetic_dtype(x, bulk, p0).itemsize, bulk.shape[-3] == 1, lengths)
 
+    @property
+    def idle(self) -> bool:
+        """Whether threads of a CPU are idle while one has each sequence."""
+        return has_idle_threads(_threads(), self.n, self.v, self.c)
+
 
 def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto") -> Schedule:
     """The schedule of checked operands, a fixed one while torch.compile traces sizes that are not known."""
@@ -94,8 +94,7 @@ def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool
 def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
     """Whether forward and backward messages of operands, which are checked, are computed one after the other."""
     check_chain(x, bulk, p0)
-    *batch, v, c = x.shape
-    return not has_idle_threads(_threads(), math.prod(batch), v, c)
+    return not Size.of(x, bulk, p0, False).idle
 
 
 @constant_in_graphs
@@ -123,41 +122,31 @@ def choose(size: Size, gpu: bool, strategy: str) -> tuple[Schedule, str]:
     if numbers:
         segments, warm_up = (*map(int, numbers), 0)[:2]
         return Schedule(min(segments, size.v - 1), warm_up), f"strategy={strategy!r}"
-    wanted, longest = _on_gpu(size) if gpu else _on_cpu(size)
+    wanted, longest, gains, reason = _on_gpu(size) if gpu else _on_cpu(size)
     if longest < 2:
         return SEQUENTIAL, "too short for segments"
     if name == "segments":
         return Schedule(min(max(2, wanted), longest)), f"strategy={strategy!r}"
-    gains, reason = _gains_on_gpu(size) if gpu else _gains_on_cpu(size, wanted)
     return Schedule(min(wanted, longest)) if gains else SEQUENTIAL, reason
 
 
-def _gains_on_cpu(size: Size, wanted: int) -> tuple[bool, str]:
-    """Whether segments are faster than a scan on a CPU, and why."""
-    idle = has_idle_threads(_threads(), size.n, size.v, size.c)
-    together = size.shared and size.c >= _SHARED_STATES
-    if wanted < 2 or not (idle or together):
-        return False, "no thread is idle"
-    if size.v * size.c * (size.c + _PER_STATE) < (_WORTH if size.shared else _WORTH // 4):
-        return False, "a chain too short to gain from segments"
-    return True, "threads are idle" if idle else f"segments share a matrix of {size.c} states"
-
-
-def _on_cpu(size: Size) -> tuple[int, int]:
-    """The number of segments of each sequence that keeps threads busy, and the most that are long enough."""
+def _on_cpu(size: Size) -> tuple[int, int, bool, str]:
+    """The number of segments that keeps threads busy, the most that are long enough, whether they gain, and why."""
     rows = _ROWS if size.shared and size.c > FEW_STATES else 1
-    return rows * _threads() // size.n, size.v // (_STEPS * size.item)
+    number = rows * _threads() // size.n, size.v // (_STEPS * size.item)
+    if number[0] < 2 or not (size.idle or (size.shared and size.c >= _SHARED_STATES)):
+        return *number, False, "no thread is idle"
+    if size.v * size.c * (size.c + _PER_STATE) < (_WORTH if size.shared else _WORTH // 4):
+        return *number, False, "a chain too short to gain from segments"
+    return *number, True, "threads are idle" if size.idle else f"segments share a matrix of {size.c} states"
 
 
-def _gains_on_gpu(size: Size) -> tuple[bool, str]:
+def _on_gpu(size: Size) -> tuple[int, int, bool, str]:
+    """As `_on_cpu`: as many segments as steps in each, and products of c rows that are smaller than two messages."""
+    number = math.isqrt(size.v), size.v // (4 * size.c)
     if size.n > 1 or size.c > _GPU_STATES or size.v < _GPU_LONG:
-        return False, "many sequences or states, or few steps"
-    return True, "one long sequence of few states"
-
-
-def _on_gpu(size: Size) -> tuple[int, int]:
-    """As many segments as they have steps, and the most whose products, c rows each, are smaller than two messages."""
-    return math.isqrt(size.v), size.v // (4 * size.c)
+        return *number, False, "many sequences or states, or few steps"
+    return *number, True, "one long sequence of few states"
 
 
 def check_strategy(strategy: object) -> str:
@@ -169,15 +158,14 @@ def check_strategy(strategy: object) -> str:
             strategy = ":".join([_FORMER[name], *numbers])
         if _NUMBERED.fullmatch(strategy):
             return strategy
-    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("strategy", strategy, get_args(Strategy))
     return str(strategy)
 
 
 @cache
 def _warn_of_former(name: str) -> None:
-    warnings.warn(
-        f"strategy: {name!r} is now {_FORMER[name]!r}; pass {_FORMER[name]!r} or 'auto'", FutureWarning, stacklevel=5
-    )
+    now = _FORMER[name]
+    warnings.warn(f"strategy: {name!r} is now {now!r}; pass {now!r} or 'auto'", FutureWarning, stacklevel=5)
 
 
 def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> str:

@@ -1,4 +1,4 @@
-"""Packed sequences with dense matrices on a CPU: one call of C takes all of them where they lie."""
+"""Packed sequences with dense matrices on a CPU: one call of C reads all of them where they lie."""
 
 import torch
 from torch import Tensor
@@ -11,23 +11,22 @@ from ..rescues import report_chains
 
 
 class PackedChain:
-    """Packed sequences on a CPU as one `Chain` with `starts`, for kernels that walk sequences where they lie."""
+    """Packed sequences on a CPU as one `Chain` with `starts`, and the kernels' results for it."""
 
     def __init__(self, packed: Query, *, by_log: bool = False) -> None:
         dense = packed.operands.dense
         assert dense is not None
         x, bulk, p0, _, log_params = dense
-        p0 = p0 if p0.dim() > 1 else p0[None]
         ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
+        p0 = p0 if p0.dim() > 1 else p0[None]
         self.chain = Chain(x, bulk, p0, ends, log_params, packed.dtype, by_log, starts=packed.starts)
-        self._kernels = kernels.chain_kernels(x)
 
     def forward(self, keep: bool) -> Kept:
-        """The log-partition of each sequence, and what the backward pass needs if it is to be kept."""
+        """The log-partition of each sequence, and if `keep` what the backward pass needs."""
         chain = self.chain
         with kernels.arithmetic_on(chain.x):
             memory = kernels.messages_of(chain, chain.v) if keep else None
-            residuals: Kept = self._kernels.forward(chain, keep=memory)[0]
+            residuals: Kept = kernels.chain_kernels(chain.x).forward(chain, keep=memory)[0]
         report_chains(residuals.redone)
         return residuals
 
@@ -40,20 +39,21 @@ class PackedChain:
 
     def messages(self) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward messages [total, c] as natural logarithms, and log-partitions [n]."""
-        chain = self.chain
-        ahead, behind = (chain.new(*chain.x.shape) for _ in range(2))
-        with kernels.arithmetic_on(chain.x):
-            log_norm: Tensor = kernels.load("cpu.messages").messages(chain, ahead, behind)
-        return ahead, behind, log_norm.flatten().to(ahead.dtype)
+        forward, backward = (self.chain.new(*self.chain.x.shape) for _ in range(2))
+        with kernels.arithmetic_on(self.chain.x):
+            log_norm: Tensor = kernels.load("cpu.messages").messages(self.chain, forward, backward)
+        return forward, backward, log_norm.flatten().to(forward.dtype)
 
     def backward(
         self, residuals: Kept, grad: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of x and bulk, None for one not needed, and of each sequence's initial weights (n, c)."""
-        chain = self.chain
-        grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu") if needs[0] else None
-        grad_bulk = torch.zeros(chain.bulk.shape, dtype=chain.dtype, device="cpu") if needs[1] else None
-        weight = grad.reshape(chain.g, chain.m)
+        chain, weight = self.chain, grad.reshape(self.chain.g, self.chain.m)
+        grad_x, grad_bulk = (
+            torch.zeros_like(operand, dtype=chain.dtype, memory_format=torch.contiguous_format) if need else None
+            for operand, need in zip((chain.x, chain.bulk), needs, strict=False)
+        )
         with kernels.arithmetic_on(chain.x):
-            start: Tensor = self._kernels.backward(chain, residuals, weight, None, grad_x, grad_bulk)
+            scan = kernels.chain_kernels(chain.x).backward
+            start: Tensor = scan(chain, residuals, weight, None, grad_x, grad_bulk)
         return grad_x, grad_bulk, start

@@ -1,12 +1,11 @@
-"""Transfers: pieces of a tensor on the host to the device that computes, and pieces of its gradient back.
+"""Pieces of an operand on the device that computes, and the gradient of an operand from its pieces.
 
-A piece goes through one of two pinned buffers into one of two buffers on the device, on a CUDA stream for copies. It is
-asked for when work on the piece before has been queued, so that copies and work overlap. Gradients go back likewise.
-Pieces of a tensor that already lies on the device are views.
+Pieces of an operand on that device are views. Those on the host are copied through pinned memory on a CUDA stream for
+copies, while the device works on the piece before; pieces of the gradient go back likewise.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 # pieces that are copied or worked on at a time
 SLOTS = 2
 
+Ranges = Sequence[tuple[int, int]]
+
 
 def apart(tensor: Tensor, device: torch.device) -> bool:
     """Whether a tensor lies on another device."""
@@ -22,27 +23,21 @@ def apart(tensor: Tensor, device: torch.device) -> bool:
 
 
 class Side:
-    """A CUDA stream for copies beside the one that computes, and its buffers; all that needs a GPU is here."""
+    """A CUDA stream for copies; all that needs a GPU is here."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def pinned(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """A pinned buffer on the host."""
-        return torch.empty(entries, dtype=dtype, pin_memory=True)
-
-    def buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """A buffer on the device, whose memory torch does not use again before the copies queued here are done."""
-        buffer = torch.empty(entries, dtype=dtype, device=self._device)
-        buffer.record_stream(self._stream)
-        return buffer
+    def pinned(self, like: Tensor) -> Tensor:
+        """Pinned memory on the host, which torch does not use again before its copies are done."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def computed(self) -> Any:
-        """An event behind all work that is queued on the computing stream."""
+        """An event after all work that is queued on the computing stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, into: Tensor, source: Tensor, *, after: Any) -> Any:
-        """An event behind the copy, which is queued now and waits for the event `after`."""
+        """An event after the copy, which is queued now and waits for the event `after`."""
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
@@ -53,70 +48,80 @@ class Side:
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def pieces(tensor: Tensor, axis: int, ranges: Sequence[tuple[int, int]], device: torch.device) -> Iterator[Tensor]:
-    """The piece of each range along an axis, on the device; valid until the next one is asked for.
+def pieces(tensor: Tensor, ranges: Ranges, device: torch.device) -> Iterator[Tensor]:
+    """The piece of each range of the first axis, on the device; valid until the next one is asked for.
 
     Queue all work on a piece before asking for the next.
     """
-    views = (tensor.narrow(axis, start, stop - start) for start, stop in ranges)
+    views = [tensor[start:stop] for start, stop in ranges]
     if not apart(tensor, device):
         yield from views
         return
-    side = Side(device)
-    step_entries = tensor.numel() // max(1, tensor.shape[axis])
-    entries = step_entries * max((stop - start for start, stop in ranges), default=0)
-    count = min(SLOTS, len(ranges))
-    slots = [(side.pinned(entries, tensor.dtype), side.buffer(entries, tensor.dtype)) for _ in range(count)]
-    used = [side.computed()] * count
-    copied: list[Any] = [None] * count
+    side, entries = Side(device), max((view.numel() for view in views), default=0)
+    buffers = [torch.empty(entries, dtype=tensor.dtype, device=device) for _ in views[:SLOTS]]
+    used = [side.computed()] * SLOTS
     for i, view in enumerate(views):
-        slot = i % count
-        host, piece = (buffer[: view.numel()].view(view.shape) for buffer in slots[slot])
-        if copied[slot] is not None:
-            copied[slot].synchronize()
-        host.copy_(view)
-        copied[slot] = side.copy(piece, host, after=used[slot])
-        side.compute_after(copied[slot])
+        used[i % SLOTS].synchronize()
+        piece = buffers[i % SLOTS][: view.numel()].view(view.shape)
+        side.compute_after(side.copy(piece, side.pinned(view).copy_(view), after=used[i % SLOTS]))
         yield piece
-        used[slot] = side.computed()
+        used[i % SLOTS] = side.computed()
 
 
-class Returns:
-    """Copies of pieces from the device that computes into a tensor that may lie on the host; `finish` waits for all.
+class Gradient:
+    """The gradient of an operand, if there is one, written a range of the first axis of its `view` at a time.
 
-    A piece has at most `steps` entries along the axis.
+    Pieces are of `dtype` on `device`. The gradient of a matrix that all steps share is the sum of pieces, added up in
+    float64 and rounded once.
     """
 
-    def __init__(self, into: Tensor, axis: int, steps: int, device: torch.device) -> None:
-        self._into, self._axis, self._free = into, axis, list[Tensor]()
-        self._side = Side(device) if apart(into, device) else None
-        if self._side is not None:
-            entries = into.numel() // max(1, into.shape[axis]) * steps
-            self._free = [self._side.pinned(entries, into.dtype) for _ in range(SLOTS)]
-        self._under_way: deque[tuple[Any, Tensor, Tensor, Tensor, Tensor]] = deque()
+    def __init__(
+        self, operand: Tensor | None, view: Callable[[Tensor], Tensor], ranges: Ranges, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._ranges, self._dtype, self._device, self._whole = ranges, dtype, device, None
+        self._under_way: deque[tuple[Any, Tensor, Tensor, Tensor]] = deque()
+        if operand is not None:
+            self._whole = torch.zeros_like(operand, memory_format=torch.contiguous_format)
+            self._view = view(self._whole)
+            self._side = Side(device) if apart(operand, device) else None
+            self._sum = self._view.to(device, torch.float64, copy=True) if len(self._view) == 1 else None
 
-    def put(self, start: int, piece: Tensor) -> None:
-        """Write a piece from `start` on, or queue its copy to the host."""
-        into = self._into.narrow(self._axis, start, piece.shape[self._axis])
-        if self._side is None:
-            into.copy_(piece)
+    def piece(self, i: int) -> Tensor | None:
+        """Memory for the gradient of a range, uninitialized or 0."""
+        if self._whole is None:
+            return None
+        self._into = self._view if self._sum is not None else self._view[slice(*self._ranges[i])]
+        in_place = self._sum is None and self._side is None and self._into.dtype == self._dtype
+        self._piece = self._into if in_place else torch.empty(self._into.shape, dtype=self._dtype, device=self._device)
+        return self._piece
+
+    def put(self) -> None:
+        """Write the last piece into its range; a copy to another device may end later."""
+        if self._whole is None or self._piece is self._into:
             return
-        if not self._free:
-            self._land()
-        piece, buffer = piece.to(into.dtype).contiguous(), self._free.pop()
-        host = buffer[: piece.numel()].view(piece.shape)
-        event = self._side.copy(host, piece, after=self._side.computed())
-        # a reference to the piece keeps its memory from being used again before it is copied
-        self._under_way.append((event, piece, buffer, host, into))
+        if self._sum is not None:
+            self._sum += self._piece
+        elif self._side is None:
+            self._into.copy_(self._piece)
+        else:
+            self._land(SLOTS - 1)
+            piece = self._piece.to(self._into.dtype).contiguous()
+            host = self._side.pinned(piece)
+            # a reference to the piece keeps its memory from being used again before it is copied
+            copied = self._side.copy(host, piece, after=self._side.computed())
+            self._under_way.append((copied, piece, host, self._into))
 
-    def finish(self) -> None:
-        """Wait until all pieces have been written."""
-        while self._under_way:
-            self._land()
+    def whole(self) -> Tensor | None:
+        """The gradient, when all pieces have been written."""
+        self._land(0)
+        if self._whole is not None and self._sum is not None:
+            self._view.copy_(self._sum)
+        return self._whole
 
-    def _land(self) -> None:
-        """Wait for the oldest copy, and write its piece."""
-        event, _, buffer, host, into = self._under_way.popleft()
-        event.synchronize()
-        into.copy_(host)
-        self._free.append(buffer)
+    def _land(self, most: int) -> None:
+        """Wait for copies until at most so many are under way."""
+        while len(self._under_way) > most:
+            copied, _, host, into = self._under_way.popleft()
+            copied.synchronize()
+            into.copy_(host)

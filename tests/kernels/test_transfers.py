@@ -1,5 +1,6 @@
 """Operands on the host: pieces arrive whole and in time, and gradients return, whatever runs first."""
 
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -41,7 +42,8 @@ class FakeDevice:
     """
 
     def __init__(self, eager):
-        self.eager, self.compute, self.sides, self.rooms, self.at_once = eager, Queue(), [], [], False
+        self.eager, self.compute, self.sides, self.at_once = eager, Queue(), [], False
+        self.pinned, self.most_pinned = weakref.WeakSet(), 0
 
     def now(self, piece, work):
         """Queue a computation on a piece."""
@@ -53,11 +55,11 @@ class FakeSide:
         self._device, self._copies = device, Queue()
         device.sides.append(self)
 
-    def pinned(self, entries, dtype):
-        self._device.rooms.append(torch.full((entries,), NAN, dtype=dtype))
-        return self._device.rooms[-1]
-
-    buffer = pinned
+    def pinned(self, like):
+        memory = torch.full(like.shape, NAN, dtype=like.dtype)
+        self._device.pinned.add(memory)
+        self._device.most_pinned = max(self._device.most_pinned, len(self._device.pinned))
+        return memory
 
     def computed(self):
         return self._device.compute.mark()
@@ -90,61 +92,64 @@ RANGES = [(0, 3), (2, 5), (5, 6), (6, 9), (1, 2), (4, 4), (8, 9)]
 
 @pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1], RANGES[:1], RANGES[:2], []], ids=len)
 def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, device):
-    tensor = torch.randn(2, 9, 3).transpose(0, 2)  # strange strides
-    found = []
-    for piece in pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
+    tensor = torch.randn(2, 3, 9).transpose(0, 2)  # strange strides
+    found, places = [], set()
+    for piece in pieces.pieces(tensor, ranges, torch.device("cpu")):
+        places.add(piece.untyped_storage().data_ptr())
         device.now(piece, lambda piece: found.append(piece.clone()))
     device.compute.run(len(device.compute))
     for one, (start, stop) in zip(found, ranges, strict=True):
-        assert torch.equal(one, tensor[:, start:stop])
-    assert len(device.rooms) == 2 * min(2, len(ranges))
+        assert torch.equal(one, tensor[start:stop])
+    assert len(places) == min(2, len(ranges)) and device.most_pinned <= 2
 
 
 def test_a_piece_is_asked_for_while_the_one_before_is_computed(device):
     """The copy into the device's buffer waits for no more than the piece that lay in it."""
     device.eager, done = True, []
-    for i, piece in enumerate(pieces.pieces(torch.randn(40), 0, [(10 * i, 10 * i + 10) for i in range(4)], None)):
+    for i, piece in enumerate(pieces.pieces(torch.randn(40), [(10 * i, 10 * i + 10) for i in range(4)], None)):
         assert len(done) == max(0, i - 1)
         device.now(piece, done.append)
 
 
 @pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1]], ids=["forward", "backward"])
 def test_what_is_computed_returns(ranges, device):
-    into = torch.zeros(3, 9, 2, dtype=torch.float32)
-    expected = into.clone()
-    returns = pieces.Returns(into, 1, 3, torch.device("cpu"))
-    for start, stop in ranges:
-        piece = torch.full((3, stop - start, 2), NAN, dtype=torch.float64)
-        value = torch.randn(3, stop - start, 2, dtype=torch.float64)
-        expected[:, start:stop] = value
+    operand = torch.zeros(3, 9, 2, dtype=torch.float32)
+    expected, dtype = operand.clone(), torch.float32 if device.eager else torch.float64
+    gradient = pieces.Gradient(operand, lambda whole: whole.transpose(0, 1), ranges, dtype, torch.device("cpu"))
+    for i, (start, stop) in enumerate(ranges):
+        value = torch.randn(stop - start, 3, 2, dtype=torch.float64)
+        expected.transpose(0, 1)[start:stop] = value
+        piece = gradient.piece(i).fill_(NAN)
         if device.eager:  # what is computed late is copied late
-            piece = piece.float()
             device.now(piece, lambda piece, value=value: piece.copy_(value))
         else:
             piece.copy_(value)
-        returns.put(start, piece)
+        gradient.put()
         del piece
-    returns.finish()
-    assert torch.equal(into, expected)
-    assert len(device.rooms) == 2
+    assert torch.equal(gradient.whole(), expected)
+    assert device.most_pinned == 2
 
 
 def test_on_one_device_pieces_are_views():
-    tensor = torch.randn(4, 6)
-    for piece, start in zip(pieces.pieces(tensor, 1, [(0, 2), (2, 6)], tensor.device), (0, 2), strict=True):
-        assert piece.data_ptr() == tensor[:, start].data_ptr()
-    into = torch.zeros(4, 6)
-    returns = pieces.Returns(into, 1, 3, tensor.device)
-    returns.put(2, tensor[:, :3])
-    assert torch.equal(into[:, 2:5], tensor[:, :3]) and not into[:, :2].any()
+    tensor, ranges = torch.randn(6, 4), [(0, 2), (2, 6)]
+    for piece, start in zip(pieces.pieces(tensor, ranges, tensor.device), (0, 2), strict=True):
+        assert piece.data_ptr() == tensor[start].data_ptr()
+    gradient = pieces.Gradient(tensor, lambda whole: whole, ranges, tensor.dtype, tensor.device)
+    for i in (1, 0):
+        piece = gradient.piece(i)
+        assert piece.data_ptr() == gradient.whole()[ranges[i][0]].data_ptr()
+        piece.copy_(tensor[slice(*ranges[i])])
+        gradient.put()
+    assert torch.equal(gradient.whole(), tensor)
 
 
 @pytest.fixture
 def on_host(device, monkeypatch):
-    """Have the operands that are named by their numbers of axes lie on the host, and segments be of so many steps."""
+    """Have operands, which are named, lie on the host, and pieces be of so many steps."""
 
-    def of(every, axes):
-        monkeypatch.setattr(pieces, "apart", lambda tensor, device: tensor.dim() in axes)
+    def of(every, names):
+        is_bulk = lambda tensor: tensor.shape[-1] == tensor.shape[-2]  # noqa: E731
+        monkeypatch.setattr(pieces, "apart", lambda tensor, device: ("bulk" if is_bulk(tensor) else "x") in names)
         monkeypatch.setattr(budget, "every_within", lambda *args: every)
         device.at_once = True
         return device
@@ -153,22 +158,22 @@ def on_host(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "each", "dtype", "wanted"),
+    ("name", "names", "each", "dtype", "wanted"),
     [
-        ("dense", (4, 5), True, F32, "x bulk p0"),
-        ("sharp", (4,), True, F32, "x"),
-        ("left_to_right", (5,), False, torch.bfloat16, "bulk"),
-        ("impossible", (4, 5), False, torch.bfloat16, "p0"),
-        ("v1", (4, 5), False, F32, "x bulk p0"),
-        ("v2", (4, 5), True, F32, "x bulk p0"),
+        ("dense", ("x", "bulk"), True, F32, "x bulk p0"),
+        ("sharp", ("x",), True, F32, "x"),
+        ("left_to_right", ("bulk",), False, torch.bfloat16, "bulk"),
+        ("impossible", ("x", "bulk"), False, torch.bfloat16, "p0"),
+        ("v1", ("x", "bulk"), False, F32, "x bulk p0"),
+        ("v2", ("x", "bulk"), True, F32, "x bulk p0"),
     ],
 )
-def test_operands_on_the_host_keep_the_contract(name, axes, each, dtype, wanted, on_host):
+def test_operands_on_the_host_keep_the_contract(name, names, each, dtype, wanted, on_host):
     chain = FAMILIES[name](dtype=dtype, each=each)
     lengths = LENGTHS if name == "dense" else None
     truth = Truth(chain, lengths)
     for every in (1, 5, 16):
-        device = on_host(every, axes)
+        device = on_host(every, names)
         assert_contract(chain, lengths, wanted, truth, memory_budget=1)
         assert device.sides
     assert_contract(chain._replace(bulk=chain.bulk[..., :1, :, :]), lengths, wanted, memory_budget=1)
@@ -176,18 +181,18 @@ def test_operands_on_the_host_keep_the_contract(name, axes, each, dtype, wanted,
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors on a CPU are for the interpreter")
 def test_kernels_of_a_device_compute_the_pieces(on_host):
-    on_host(3, (4, 5))
+    on_host(3, ("x", "bulk"))
     with on("gpu"):
         assert_contract(FAMILIES["dense"](F32, each=True, n=2, t=1, v=6, c=3), lengths=[6, 4], memory_budget=1)
 
 
 def test_copies_and_buffers_count(monkeypatch):
     x, bulk, p0 = torch.zeros(3, 50, 4), torch.zeros(3, 49, 4, 4), torch.ones(4)
-    here = budget.Sizes.of(x, bulk, p0).checkpointed(7)
+    here = budget.Sizes(x, bulk, p0).checkpointed(7)
     monkeypatch.setattr(budget, "apart", lambda tensor, device: True)
     step = 3 * 4 * 4  # bytes of x
-    assert budget.Sizes.of(x, bulk, p0).checkpointed(7) - here == 8 * 2 * (step + 4 * step)
-    assert budget.Sizes.of(x.requires_grad_(), bulk, p0).checkpointed(7) - here == 8 * 2 * (2 * step + 4 * step)
+    assert budget.Sizes(x, bulk, p0).checkpointed(7) - here == 8 * 2 * (step + 4 * step)
+    assert budget.Sizes(x.requires_grad_(), bulk, p0).checkpointed(7) - here == 8 * 2 * (2 * step + 4 * step)
     # however much there is, the operands are moved
     assert budget.every_within(10**9, x, bulk, p0) == 49
 
