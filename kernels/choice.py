@@ -1,23 +1,14 @@
 """The choice between Triton kernels and torch operations on a GPU, and the fallback from the former to the latter."""
 
-from __future__ import annotations
-
 import subprocess
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-
-from .message import Kept, Message
-
-if TYPE_CHECKING:  # it imports this package
-    from .chain import Chain
 
 _CHOICES, _DEVICES = ("auto", "triton", "plain"), ("cuda", "cpu")
 
@@ -113,44 +104,28 @@ def load(name: str) -> ModuleType:
     return import_module(f"{__package__}.{name}")
 
 
-class _OnDevice(ModuleType):
-    """The functions of a Triton module, each with the fallback to its counterpart in the plain module."""
+class OnDevice:
+    """The functions of a Triton module, each with the fallback to that of the plain module of this name."""
 
-    def __init__(self, triton: str, plain: str) -> None:
-        super().__init__(f"{__package__}.{triton}")
-        self._names = triton, plain
+    def __init__(self, name: str) -> None:
+        self._module = name
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        function = partial(_call, *self._names, name)
-        setattr(self, name, function)
-        return function
+    def __getattr__(self, function: str) -> Any:
+        return partial(_call, self._module, function)
 
 
-on_device = cache(_OnDevice)
-
-
-def _call(triton: str, plain: str, name: str, *args: Any, **options: Any) -> Any:
-    torch_operations = partial(_WITHOUT_HALVES.get(plain) or getattr(load(plain), name), *args, **options)
-    if not is_triton():
-        return torch_operations()
-    return _attempt(
-        lambda: getattr(load(triton), name)(*args, **options), torch_operations, options.get("inplace", False)
-    )
-
-
-def _attempt(kernels: Callable[[], Any], torch_operations: Callable[[], Any], inplace: bool = False) -> Any:
-    try:
-        return kernels()
-    except Exception as error:
-        if _state.choice == "triton" or not _precedes_launch(error):
-            raise
-        _remember(error)
-        if inplace and not isinstance(error, ImportError):
-            expected = "expected kernels that compile before the operand is overwritten"
-            raise RuntimeError(f"inplace: {expected}, got {_reason(error)}; call again with new operands") from error
-    return torch_operations()
+def _call(module: str, function: str, *args: Any, **options: Any) -> Any:
+    if is_triton():
+        try:
+            return getattr(load(f"gpu.{module}"), function)(*args, **options)
+        except Exception as error:
+            if _state.choice == "triton" or not _precedes_launch(error):
+                raise
+            _remember(error)
+            if options.get("inplace") and not isinstance(error, ImportError):
+                expected = f"kernels that compile before the operand is overwritten, got {_reason(error)}"
+                raise RuntimeError(f"inplace: expected {expected}; call again with new operands") from error
+    return getattr(load(f"plain.{module}"), function)(*args, **options)
 
 
 def _precedes_launch(error: Exception) -> bool:
@@ -184,20 +159,3 @@ def _reason(error: Exception) -> str:
             kernel = f"kernel {launched.fn.__name__}"
         trace = trace.tb_next
     return f"{kernel} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-
-
-def _forward(*args: Any, halved: bool = False, **options: Any) -> tuple[Kept, Message | None]:
-    """`plain.forward`, which keeps no messages in halves."""
-    result: tuple[Kept, Message | None] = load("plain.forward").forward(*args, **options)
-    return result
-
-
-def _backward(chain: Chain, kept: Kept, *args: Any) -> Tensor:
-    """`plain.backward`; messages that Triton kernels kept in halves are recomputed."""
-    if kept.halved:
-        kept, _ = load("plain.forward").forward(chain, keep=torch.empty_like(kept.messages))
-    result: Tensor = load("plain.backward").backward(chain, kept, *args)
-    return result
-
-
-_WITHOUT_HALVES: dict[str, Callable[..., Any]] = {"plain.forward": _forward, "plain.backward": _backward}

@@ -19,24 +19,21 @@ _LOG2E = {torch.float32: (1.4426950216293335, 1.92596303350e-8), torch.float64: 
 FLUSH = {torch.float32: 2.0**-115, torch.float64: 2.0**-1000}
 
 
-def exp_shifted(x: Tensor, shift: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
-    """`out = exp(x - shift)` for `x <= shift`, with results below 2^-115 (float64: 2^-1000) set to zero.
+def exp_shifted(x: Tensor, shift: Tensor) -> Tensor:
+    """`exp(x - shift)` for `x <= shift`, with results below 2^-115 (float64: 2^-1000) set to zero.
 
-    `out` and `scratch` have the shape of the broadcast operands and the dtype of the arithmetic, float32 or float64;
-    `x` may be of a narrower type. -inf gives 0; a shift of -inf must have been replaced by `finite` before.
+    -inf gives 0; a shift of -inf must have been replaced by `finite` before.
     """
-    high, low = _LOG2E[out.dtype]
-    torch.sub(x, shift, out=scratch)
-    if low:  # the smaller part first: the sum is then one fused multiply-add, rounded once
-        torch.mul(scratch, low, out=out).add_(scratch, alpha=high)
-    else:
-        torch.mul(scratch, high, out=out)
-    return torch.threshold_(out.exp2_(), FLUSH[out.dtype], 0.0)
+    high, low = _LOG2E[x.dtype]
+    below = x - shift
+    # the smaller part first: the sum is then one fused multiply-add, rounded once
+    out = (below * low).add_(below, alpha=high) if low else below.mul_(high)
+    return torch.threshold_(out.exp2_(), FLUSH[x.dtype], 0.0)
 
 
 def finite(shift: Tensor) -> Tensor:
-    """The shift, in place, with the lowest finite number for -inf, so that -inf less its shift is -inf and not NaN."""
-    return shift.clamp_(min=torch.finfo(shift.dtype).min)
+    """The shift with the lowest finite number for -inf, so that -inf less its shift is -inf and not NaN."""
+    return shift.clamp(min=torch.finfo(shift.dtype).min)
 
 
 def relative_logs(weights: Tensor, axes: int | tuple[int, ...], *, log: bool) -> tuple[Tensor, Tensor]:
@@ -56,14 +53,6 @@ def relative_logs(weights: Tensor, axes: int | tuple[int, ...], *, log: bool) ->
     if on_gpu(small) or small.any():
         logs = torch.where(small, weights.log() - log_top, logs)
     return logs, log_top
-
-
-def trusted_sum(dtype: torch.dtype, terms: int) -> float:
-    """The least sum of `terms` products of exponentials that is exact to rounding, for factors of at most 1.
-
-    Each term has lost less than FLUSH times its larger factor: for a larger bound of the factors, multiply by it.
-    """
-    return terms * FLUSH[dtype] / torch.finfo(dtype).eps
 
 
 def near_one(weight: Tensor) -> tuple[Tensor, float]:

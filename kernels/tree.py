@@ -219,7 +219,7 @@ def _downward(s: int, width: int) -> tuple[Places, Places, int]:
 
 
 def with_arithmetic(kind: type[Arithmetic]) -> list[Any]:
-    """The functions that a module of `kernels.stack_kernels` offers, with `kind` as their arithmetic."""
+    """The functions that a module `product` offers, with `kind` as their arithmetic."""
     return [partial(f, kind) for f in (write_product, product_gradient, prefixes, prefixes_gradient)]
 
 

@@ -19,7 +19,12 @@ from . import matmul as log_matmul
 
 
 def forward(
-    chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
+    chain: Chain,
+    entering: Message | None = None,
+    *,
+    keep: Tensor | None = None,
+    leave: bool = False,
+    halved: bool = False,
 ) -> tuple[Kept, Message | None]:
     """The log-partitions (g, m) with the messages that `backward` reads, and the last forward message or None.
 
@@ -31,6 +36,7 @@ def forward(
             `entering` first, so that `steps` is at least their number; None where no gradient is wanted.
         leave: whether the message of each sequence's last step is returned. It must be if `backward` will be called
             with a message `following`.
+        halved: not read, see `kernels.gpu.forward`.
     """
     grid = chain.g, chain.m, chain.c
     if entering is None:

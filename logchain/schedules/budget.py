@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .. import kernels
@@ -126,7 +127,9 @@ class Sizes:
         if self.gpu:
             sums = min(_COUNTS, steps * self.m // _COUNTED * matrices)
             return _WIDE * (values + 9 * (self.sequences * c + matrices) + sums)
-        threads, scratch = kernels.scratch_of_loops(steps, self.g, self.m, c, self.item, self.one_matrix)
+        dtype = torch.float64 if self.item == 8 else torch.float32
+        loops = kernels.load("cpu.arguments")
+        threads, scratch = map(int, loops.scratch(steps, self.g, self.m, c, dtype, self.one_matrix))
         # threads that share a set of matrices each sum expected transitions of their own
         sharing = threads if self.g == 1 else 1
         counts = _WIDE * matrices * (sharing + 2 if self.one_matrix else 1)

@@ -89,7 +89,7 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.eye(c, dtype=torch.bool, device=x.device).view(c, *(1,) * (x.dim() - 3), c)
     x[..., -1, :].masked_fill_(~ends, -torch.inf)
     layout, chain = chain_of(x, matrices, p0, None, True)
-    states, _ = kernels.path_kernels(x).paths(chain, x.shape[-2])
+    states, _ = kernels.module("viterbi", x).paths(chain, x.shape[-2])
     states = layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, rows)
     after = _possible(shifted(log_weight(x, matrices, p0, states, None, True).movedim(0, -1))[0])
     states = states.movedim(0, -1).clamp(min=0)  # (*B, rows, c)

@@ -66,7 +66,7 @@ def walk(
 
     def make() -> Any:
         chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, piece.log_params, dtype)
-        return kernels.stretches().Stretch(chain, head=head)
+        return kernels.load("cpu.stretch").Stretch(chain, head=head)
 
     stretch = calls.stretch((x.shape, x.stride(), bulk.shape, bulk.stride(), p0.stride(), dtype, head), make)
     ends = None if piece.counts is None else layout.grouped(piece.counts + head).contiguous()
