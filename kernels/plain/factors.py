@@ -36,7 +36,7 @@ class PreparedFactors:
     _ready: tuple[list[Tensor], Tensor | None]
 
     def __init__(self, chain: Structured, layout: Layout) -> None:
-        self.chain, self.stages, dtype = chain, chain.pattern.stages, chain.dtype
+        self.chain, self.factors, dtype = chain, chain.pattern.factors, chain.dtype
         self.values = [layout.parameter(parameter.resolve_neg()) for parameter in chain.parameters]
         self.one_step = all(len(values) <= 1 for values in self.values)
         highs, lows = zip(*map(self._range, self.values), strict=True)
@@ -49,7 +49,7 @@ class PreparedFactors:
             float(((top - low) / unit).amax()) if low.numel() else 0.0
             for top, low in zip(self.scales, lows, strict=True)
         ]
-        count, budget = len(self.stages), _BITS[dtype]
+        count, budget = len(self.factors), _BITS[dtype]
         least = min(_LEAST[dtype], budget // (count + 1))
 
         def used() -> float:
@@ -61,7 +61,7 @@ class PreparedFactors:
         self._floor = 2.0**-least
         self.depth = min(DEEPEST[dtype], int(budget - used()))
         raised = min(self.depth, least) if self._raised else self.depth
-        bound, entering = self._bound(list(highs)), sum(stage.axes[stage.contracted] for stage in self.stages)
+        bound, entering = self._bound(list(highs)), sum(factor.entering for factor in self.factors)
         self.limit = 2.0 ** (TOP[dtype] - raised + GUARD[dtype]) * bound
         self.spare = min(_SPARE[dtype], int(TOP[dtype] - max(*depths, 0.0)))
         self.least_source = 2.0 ** (self.spare - GUARD[dtype] - 8 - TOP[dtype]) / (bound * entering)
@@ -81,7 +81,7 @@ class PreparedFactors:
         return high, torch.where(low.isfinite(), low, high.masked_fill(high == -math.inf, 0.0))
 
     def _scales(self, highs: list[Tensor]) -> list[Tensor]:
-        count, log = len(self.stages), self.chain.log_params
+        count, log = len(self.factors), self.chain.log_params
         if not log and all(bool(((high == -math.inf) | (high.abs() <= _NEAR)).all()) for high in highs):
             return [torch.zeros_like(high) for high in highs]
         diagonal = self.chain.pattern.diagonal
@@ -96,18 +96,18 @@ class PreparedFactors:
 
     def _bound(self, highs: list[Tensor]) -> float:
         """The largest sum of a message of ones times the product, over the number of terms in a path."""
-        entering = [stage.axes[stage.contracted] for stage in self.stages]
+        entering = [factor.entering for factor in self.factors]
         terms: float = max(1.0, math.prod(entering) / sum(entering))
         if self._scaled or self.chain.log_params:
             return terms
         tops: list[float] = [float(high.amax().exp2()) if high.numel() else 1.0 for high in highs]
-        count = len(self.stages)
+        count = len(self.factors)
         bound: float = max(math.prod(tops[:count]) * terms, *tops[count:], 0.0)
         return bound or 1.0
 
     def shifts(self, steps: int, sets: int) -> Tensor:
         """The logarithms (steps, sets) of what the product of each step is divided by, as of `scales`."""
-        parts = (scale[:steps].expand(steps, sets) for scale in self.scales[: len(self.stages)])
+        parts = (scale[:steps].expand(steps, sets) for scale in self.scales[: len(self.factors)])
         return sum(parts, torch.zeros((), dtype=torch.float64, device=self.chain.x.device))
 
     def at(self, step: int) -> tuple[list[Tensor], Tensor | None]:
@@ -115,8 +115,8 @@ class PreparedFactors:
         index = 0 if self.one_step else step - 1
         if index != self._index:
             ready = [self._prepared(place, index) for place in range(len(self.values))]
-            factors = zip(ready, self.stages, strict=False)
-            matrices = [matrix.mT if stage.transposed else matrix for matrix, stage in factors]
+            factors = zip(ready, self.factors, strict=False)
+            matrices = [matrix.mT if factor.transposed else matrix for matrix, factor in factors]
             self._index, self._ready = index, (matrices, ready[-1] if self.chain.pattern.diagonal else None)
         return self._ready
 
@@ -152,7 +152,7 @@ class PreparedFactors:
             matrices, diagonal = self.at(step)
             ready = [*matrices, diagonal][place]
             assert ready is not None
-            turned = place < len(self.stages) and self.stages[place].transposed
+            turned = place < len(self.factors) and self.factors[place].transposed
             result = counts.double().mul_(ready.mT if turned else ready).mul_(factor)
         else:
             result = counts.double().mul_(factor)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.structured import Factors, Stage
+from ..kernels.structured import Factor, Factors
 from .products import Product
 from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
@@ -48,8 +48,11 @@ class Kronecker(Product):
         super().__init__(*matrices)
         sizes = tuple(matrix.shape[-1] for matrix in matrices)
         self.states = math.prod(sizes)
-        order = tuple(range(len(sizes)))
-        self.pattern = Factors(tuple(Stage(sizes, None, axis, order=order) for axis in order))
+        factors = (
+            Factor(size, size, math.prod(sizes[:place]), math.prod(sizes[place + 1 :]))
+            for place, size in enumerate(sizes)
+        )
+        self.pattern = Factors(tuple(factors))
 
     @property
     def own_axes(self) -> tuple[int, ...]:

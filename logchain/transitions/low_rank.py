@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels.structured import Factors, Stage
+from ..kernels.structured import Factor, Factors
 from .products import Product
 from .semiring import LINEAR, LOG, Semiring
 from .transition import check_parameter, look_up, pick
@@ -48,8 +48,7 @@ class LowRank(Product):
                 raise ValueError(f"diagonal: expected [..., {c}] to go with left, got {list(diagonal.shape)}")
         super().__init__(left, right, *(() if diagonal is None else (diagonal,)))
         self.states = c
-        stages = Stage((c,), None, 0), Stage((r,), None, 0, transposed=True)
-        self.pattern = Factors(stages, diagonal is not None)
+        self.pattern = Factors((Factor(c, r), Factor(r, c, transposed=True)), diagonal is not None)
 
     @property
     def own_axes(self) -> tuple[int, ...]:
