@@ -146,7 +146,10 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     """
     arithmetic, s = _arithmetic(kind, stack), stack.shape[1]
     into.copy_(weight)
-    levels, products = _levels(arithmetic, stack), _prefixes(arithmetic, stack, torch.empty_like(into))
+    levels, products = _levels(arithmetic, stack), Nodes.over(torch.empty_like(into))
+    for level in range(s.bit_length()):
+        products.at(2**level - 1, 2**level).copy_(levels[level].at(0, 1))
+    _multiply_downward(arithmetic, products, levels)
     for level in range(s.bit_length()):
         before, after, count = _downward(s, 2**level)
         operands = products.at(*before), levels[level].at(2, 2 + 2 * count, 2), products.at(*after)
@@ -191,15 +194,21 @@ def _prefixes(arithmetic: Arithmetic, stack: Tensor, memory: Tensor) -> Nodes:
     is, too. The second multiplies each of these by the prefix before it.
     """
     nodes, s = Nodes.over(memory).copy_(Nodes.leaves(stack)), stack.shape[1]
-    widths = [2**level for level in range(s.bit_length())]
-    for width in widths[:-1]:
-        left, right = (nodes.at(*places) for places in _upward(s, width))
+    for level in range(s.bit_length() - 1):
+        left, right = (nodes.at(*places) for places in _upward(s, 2**level))
         arithmetic.multiply(left, right, right)
-    for width in reversed(widths):
-        before, after, count = _downward(s, width)
-        if count:
-            arithmetic.multiply(nodes.at(*before), nodes.at(*after), nodes.at(*after))
+    _multiply_downward(arithmetic, nodes, None)
     return nodes
+
+
+def _multiply_downward(arithmetic: Arithmetic, products: Nodes, levels: list[Nodes] | None) -> None:
+    """The second sweep; the right operands are those of `levels`, or where the results are."""
+    s = products.values.shape[1]
+    for level in reversed(range(s.bit_length())):
+        before, after, count = _downward(s, 2**level)
+        right = products.at(*after) if levels is None else levels[level].at(2, 2 + 2 * count, 2)
+        if count:
+            arithmetic.multiply(products.at(*before), right, products.at(*after))
 
 
 Places = tuple[int, int, int]

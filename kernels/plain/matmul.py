@@ -29,7 +29,8 @@ def forward(a: Tensor, b: Tensor, depth: torch.dtype = torch.float32) -> tuple[T
         for at, terms in piece.terms():
             c[at] = torch.logsumexp(terms, -1).to(c.dtype)
             recomputed += len(terms)
-        into[piece.cut.joint] = c.view(into[piece.cut.joint].shape)
+        into_piece = into[piece.cut.joint]
+        into_piece.copy_(c.view(into_piece.shape))
     return out, recomputed
 
 

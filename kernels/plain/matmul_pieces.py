@@ -46,10 +46,17 @@ class Groups(NamedTuple):
         """The groups of operands (*batch, m, k) and (*batch, k, n), and the shape of their product."""
         (*left, m, _), (*right, _, n) = a.shape, b.shape
         axes = range(len(left))
-        rows = tuple(axis for axis in axes if right[axis] == 1 < left[axis])
-        columns = tuple(axis for axis in axes if left[axis] == 1 < right[axis])
+        if left == right:
+            return cls(tuple(axes), (), (), (*left, m, n))
         sets = tuple(axis for axis in axes if left[axis] == right[axis])
-        return cls(sets, rows, columns, (*map(max, left, right), m, n))
+        rows = tuple(axis for axis in axes if left[axis] != right[axis] == 1)
+        columns = tuple(axis for axis in axes if right[axis] != left[axis] == 1)
+        return cls(sets, rows, columns, (*torch.broadcast_shapes(left, right), m, n))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether both operands have all batch axes, so that the views below are the tensors themselves."""
+        return not self.rows and not self.columns
 
     @property
     def left_order(self) -> tuple[int, ...]:
@@ -65,16 +72,17 @@ class Groups(NamedTuple):
 
     def left(self, a: Tensor) -> Tensor:
         """A tensor of the shape of `a`, as a view (*sets, *rows, k)."""
-        return a.permute(self.left_order).flatten(len(self.sets) + len(self.rows), -2)
+        first = len(self.sets) + len(self.rows)
+        return a if self.aligned else a.permute(self.left_order).flatten(first, -2)
 
     def right(self, b: Tensor) -> Tensor:
         """A tensor of the shape of `b`, as a view (*sets, k, *columns)."""
         first = len(self.sets)
-        return b.permute(self.right_order).flatten(first, first + len(self.rows))
+        return b if self.aligned else b.permute(self.right_order).flatten(first, first + len(self.rows))
 
     def joint(self, c: Tensor) -> Tensor:
         """A tensor of the shape of the product, as a view (*sets, *rows, *columns)."""
-        return c.permute(self.right_order)
+        return c if self.aligned else c.permute(self.right_order)
 
 
 Slices = tuple[slice, ...]
@@ -149,7 +157,7 @@ def pieces(groups: Groups, a: Tensor, b: Tensor, depth: torch.dtype) -> Iterator
             a = a.reshape(math.prod(a.shape[:first]), -1, k)
             rows = _exponentials(a, -1)
         if last is None or last.right != cut.right:
-            b = right[cut.right].reshape(len(a), k, -1)
+            b = right[cut.right].reshape(a.shape[0], k, -1)
             columns = _exponentials(b, -2)
         last = cut
         s = torch.bmm(rows[1], columns[1])
@@ -172,7 +180,11 @@ def _cuts(sets: Sequence[int], rows: Sequence[int], columns: Sequence[int], k: i
     """The slices of all pieces: many small sets in each, or a part of a large set's rows and columns."""
     m, n = math.prod(rows), math.prod(columns)
     set_entries = m * k + k * n + m * n
-    entries = max(_ENTRIES, math.prod(sets) * set_entries // _PART)
+    whole = math.prod(sets) * set_entries
+    if 0 < whole <= _ENTRIES:
+        yield Cut((), (), ())
+        return
+    entries = max(_ENTRIES, whole // _PART)
     most = [m, n]
     if set_entries > entries:
         held = min(m, n, max(_KEPT, entries // (2 * k)))
