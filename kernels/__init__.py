@@ -89,8 +89,8 @@ def new_messages(chain: Any, steps: int) -> Tensor:
 
 def messages_of(chain: Any, steps: int) -> Tensor:
     """Uninitialized memory for so many messages of a chain (steps, g, m, c), or for those of packed rows (rows, c)."""
-    messages: Tensor = chain.room(steps)
-    return in_large_pages(messages)
+    shape = (steps, chain.g, chain.m, chain.c) if chain.starts is None else chain.x.shape
+    return in_large_pages(chain.new(*shape))
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:

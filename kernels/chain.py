@@ -11,8 +11,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .numbers import relative_logs
-
 # multiply-adds for which a CPU wakes another thread, and states of a message that its loops keep in registers
 WORTH_A_THREAD, FEW_STATES = 2**20, 16
 
@@ -89,16 +87,6 @@ class Chain:
     def matrix(self, index: int) -> Tensor:
         """The transition matrices (g, c, c) at an index, or the only ones."""
         return self.bulk[index if len(self.bulk) > 1 else 0].reshape(self.g, self.c, self.c)
-
-    def relative_log_p0(self) -> tuple[Tensor, Tensor]:
-        """The logarithms of the initial weights less the largest (g, m, c), and the largest (g, m, 1), in float64."""
-        logs, top = relative_logs(self.p0.double(), -1, log=self.log_params)
-        grid = self.g, self.m
-        return logs.expand(*self.lead, self.c).reshape(*grid, self.c), top.expand(*self.lead, 1).reshape(*grid, 1)
-
-    def room(self, steps: int) -> Tensor:
-        """Uninitialised memory for the messages of `steps` steps (steps, g, m, c), or of packed rows (rows, c)."""
-        return self.new(steps, self.g, self.m, self.c) if self.starts is None else self.new(*self.x.shape)
 
     @cached_property
     def ended(self) -> Tensor | None:

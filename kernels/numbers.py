@@ -70,25 +70,14 @@ def near_one(weight: Tensor) -> tuple[Tensor, float]:
 def exact_sum(terms: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of float64 terms over the first axis, and its rounding error; infinite where the plain sum is.
 
-    The terms are overwritten. They are added in pairs, level by level, and the error of each addition, which is itself
-    a float, is added to the second result (D. E. Knuth's two-sum).
+    They are added in pairs, level by level, and so are the errors of the additions.
     """
-    lost, errors = torch.zeros_like(terms[0]), torch.empty_like(terms[0])
-    scratch = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
-    count = len(terms)
-    while count > 1:
+    error = torch.zeros_like(terms[0])
+    while (count := terms.shape[0]) > 1:
         half = count // 2
-        a, b, (total, back) = terms[:half], terms[half : 2 * half], scratch[:, :half]
-        torch.add(a, b, out=total)
-        torch.sub(total, a, out=back)
-        b -= back
-        a -= torch.sub(total, back, out=back)
-        lost += torch.sum(a.add_(b), 0, out=errors)
-        a.copy_(total)
-        if count % 2:
-            terms[half] = terms[count - 1]
-        count -= half
-    return terms[0], lost.masked_fill_(~terms[0].isfinite(), 0.0)
+        total, errors = two_sum(terms[:half], torch.zeros_like(error), terms[half : 2 * half])
+        terms, error = torch.cat([total, terms[2 * half :]]) if count % 2 else total, error + errors.sum(0)
+    return terms[0], error.masked_fill_(~terms[0].isfinite(), 0.0)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,8 +102,8 @@ def probabilities(message: Tensor) -> Tensor:
     return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
 
 
-def two_sum(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+def two_sum(total: Tensor, error: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
     """A running sum with one more term, and the sum of its rounding errors (D. E. Knuth's two-sum)."""
     after = total + term
     part = after - total
-    return after, lost + ((total - (after - part)) + (term - part))
+    return after, error + ((total - (after - part)) + (term - part))

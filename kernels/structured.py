@@ -130,15 +130,7 @@ class Gradients(NamedTuple):
 
 def places(tensor: Tensor, batch: torch.Size) -> Tensor:
     """The place in memory of each sequence's part of a tensor [*B or ones, ...], int64 (n)."""
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    offsets = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for size, own, stride in zip(batch, tensor.shape, tensor.stride(), strict=False):
-        found = found[..., None] + torch.arange(size, device=tensor.device) * (stride if own > 1 else 0)
-    return found.flatten()
-
-
-def gradient_of_p0(chain: Structured, counts: Tensor) -> Tensor:
-    """The gradient of p0, or of its logarithm, from the latter of each sequence (n, c); exactly 0 at weight 0."""
-    counts = counts.view(*chain.batch, chain.c)
-    if not (chain.log_params or chain.by_log):
-        counts = (counts / chain.p0.double()).masked_fill(counts == 0, 0.0)
-    return counts.sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
+        offsets = offsets[..., None] + torch.arange(size, device=tensor.device) * (stride if own > 1 else 0)
+    return offsets.flatten()

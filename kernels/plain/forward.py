@@ -52,7 +52,8 @@ def forward(
         before = message
         x, x_shift = potentials(chain, step)
         if step + entered == 0:
-            message, shift = chain.relative_log_p0()
+            message, shift = relative_logs(chain.p0.double(), -1, log=chain.log_params)
+            message, shift = (part.expand(*chain.lead, -1).reshape(*grid[:2], -1) for part in (message, shift))
         else:
             matrix, shift = transitions(chain, step, entered)
             message = log_matmul.forward(message, matrix, torch.float64)[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import on_gpu
-from ..structured import Gradients, Structured, Walk, gradient_of_p0
+from ..structured import Gradients, Structured, Walk
 from . import scaled
 from .rows import add_counts, multiply, operand
 from .scaled import Scan, Steps
@@ -81,12 +81,20 @@ def _backward(scan: Scan, state: Tensor, middles: list[Tensor], needs: Needs, st
     source = memories[0][: n * c].view(n, c)
     if active:
         steps.backward(0, n, b, before, blocks, source, grad_x)
-    first_counts = (source.double() * (scan.inverse * scan.weight)[:, None]).masked_fill_(source == 0, 0.0)
     return Gradients(
         None if grad_x is None else grad_x.view(*chain.batch, chain.v, c),
         None if counts is None else counts.gradients(),
-        gradient_of_p0(chain, scan.in_batch(first_counts)) if needs[2] else None,
+        _gradient_of_p0(scan, source) if needs[2] else None,
     )
+
+
+def _gradient_of_p0(scan: Scan, source: Tensor) -> Tensor:
+    """The gradient of p0, or of its logarithm, from S B of the first step; exactly 0 at weight 0."""
+    chain, counts = scan.chain, source.double() * (scan.inverse * scan.weight)[:, None]
+    counts = scan.in_batch(counts.masked_fill_(source == 0, 0.0))
+    if not (chain.log_params or chain.by_log):
+        counts = (counts / chain.p0.double()).masked_fill(counts == 0, 0.0)
+    return counts.sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
 
 
 class _Counts:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.plain import matmul as plain
-from ..kernels.plain.matmul_pieces import Groups
+from ..kernels.plain.matmul import Groups
 from ..rescues import report_outputs
 from .operator import Final, Saving, apply, as_one, call, if_needed, operator, stacked, transform
 

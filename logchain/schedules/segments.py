@@ -205,7 +205,7 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
         recomputed[0] |= last.redone.view(head.redone.shape)
         return _sum([start.scale, shift, last.log_norm.view(shift[:1].shape)]), start.values.new_empty(0)
     reverse = replace(between, bulk=between.bulk.flip(0).mT, p0=torch.zeros_like(between.p0))
-    from_first, from_last = (scan.forward(one, keep=one.room(one.v))[0] for one in (between, reverse))
+    from_first, from_last = (scan.forward(one, keep=kernels.messages_of(one, one.v))[0] for one in (between, reverse))
     arriving = normalised(from_first.logs(slice(0, -1)))[0].view(cut.count, *start.values.shape)
     entering = cut.entering(arriving)
     passed = scan.forward(cut.segments(), entering, keep=cut.parts(messages)[1], leave=True)[0]
