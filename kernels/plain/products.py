@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import on_gpu
 from ..structured import Gradients, Structured, Walk
 from . import scaled
-from .rows import add_counts, multiply, operand
+from .factors import add_counts, multiply, operand
 from .scaled import Scan, Steps
 
 Needs = tuple[bool, bool, bool]

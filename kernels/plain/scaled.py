@@ -18,8 +18,7 @@ from .. import in_large_pages
 from ..layout import Layout
 from ..numbers import exact_sum
 from ..structured import Structured
-from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves
-from .rows import multiply
+from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves, multiply
 
 # log 2 as two numbers; products of the first with exponents are exact
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
