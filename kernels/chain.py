@@ -1,4 +1,4 @@
-"""A batch of chains in the layout that the recursions walk: steps first, then batch axes, then states.
+"""A batch of chains in the layout of the recursions: steps first, then batch axes, then states.
 
 Sequences that share their transition matrices are a set. The batch is g sets of m sequences each, so that one step of a
 recursion is one batched product [g, m, c] x [g, c, c] for c states. All tensors are views of what the caller passed.
@@ -77,7 +77,7 @@ class Chain:
 
     @property
     def zero(self) -> float:
-        """The entry of `bulk` and `p0` that stands for weight 0."""
+        """The entry of `bulk` and `p0` of weight 0."""
         return -math.inf if self.log_params else 0.0
 
     def new(self, *shape: int) -> Tensor:
@@ -99,8 +99,8 @@ def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
     return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
 
 
-def is_view(values: Tensor, kept: int) -> bool:
-    """Whether all axes but the last `kept` can be flattened into one without a copy."""
-    axes = list(zip(values.shape, values.stride(), strict=True))[:-kept]
+def is_view(values: Tensor, rest: int) -> bool:
+    """Whether all axes but the last `rest` can be flattened into one without a copy."""
+    axes = list(zip(values.shape, values.stride(), strict=True))[:-rest]
     axes = [(size, stride) for size, stride in axes if size != 1]
     return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))

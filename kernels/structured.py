@@ -1,8 +1,7 @@
-"""A batch of chains whose transition matrices are given by fewer parameters than they have entries.
+"""A batch of chains whose transition matrices have fewer parameters than they have entries.
 
-`forward` and `backward` of bands, arcs and products exist in kernels/plain, cpu and gpu with the same signatures; what
-they take is a `Structured`, and what `forward` keeps for `backward` is a `Walk`. Sequences lie in the order of the
-batch, and operands are read in place: one that sequences share has stride 0 along their axis.
+`forward` and `backward` take a `Structured`, and what `forward` returns for `backward` is a `Walk`. Sequences lie in the
+order of the batch, and operands are read in place: one that sequences share has stride 0 along their axis.
 """
 
 from dataclasses import dataclass

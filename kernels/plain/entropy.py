@@ -7,7 +7,7 @@ With t the sum of the logarithms of all weights along a path of the posterior, a
 
 The largest of each x_i, P_i and p0 is divided by beforehand, so that no large numbers are subtracted. C loops add up
 E[t] in their backward pass; what underflows there is computed again in float64, and then from g and C. From these an
-entropy is that of the last state, and of each state given the next one.
+entropy is that of the last state, and of each state under the next one.
 """
 
 import math

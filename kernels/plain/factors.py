@@ -35,7 +35,7 @@ class PreparedFactors:
         scales: the logarithm of what each is divided by (s, sets), to base 2 where they are linear.
         one_step: whether all steps have the same parameters.
         depth: messages are raised to 2^-depth of their largest entry.
-        limit: sums below may be wrong, of messages of at most 2^TOP.
+        limit: sums below may be inexact, of messages of at most 2^TOP.
         spare: sums of posteriors are 2^spare in the backward scan, whose counts do not overflow.
         least_source: what is negligible there, compared with sums of messages of at most 2^TOP.
     """

@@ -67,7 +67,7 @@ def forward(
         redone |= _underflows(message, chain.dtype)
         if keep is not None:
             keep[step + entered] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
-    # kept messages are linear, but in sequences where one would underflow they are logarithms
+    # stored messages are linear, but in sequences where one would underflow they are logarithms
     for logs in keep[: chain.v + entered] if keep is not None else ():
         logs.copy_(torch.where(redone[..., None], encoded(logs, chain.dtype), logs.exp()))
     values, total = normalised(message)

@@ -169,7 +169,7 @@ class Steps:
 
 
 def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The log-partitions (n), wrong where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
+    """The log-partitions (n), undefined where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
     chain, n, prepared = scan.chain, scan.n, scan.prepared
     state = scan.slots(chain.v if keep else 2, n * chain.c).unflatten(1, (n, chain.c))
     sums = scan.new(n, chain.c)
