@@ -1,6 +1,6 @@
 """A batch of chains whose transition matrices have fewer parameters than they have entries.
 
-`forward` and `backward` take a `Structured`, and what `forward` returns for `backward` is a `Walk`. Sequences lie in the
+`forward` and `backward` take a `Structured`; what `forward` returns for `backward` is a `Walk`. Sequences lie in the
 order of the batch, and operands are read in place: one that sequences share has stride 0 along their axis.
 """
 
