@@ -1,4 +1,4 @@
-"""A batch of chains in the layout that the recursions walk: steps first, then batch axes, then states.
+"""A batch of chains in the layout of the recursions: steps first, then batch axes, then states.
 
 Sequences that share their transition matrices are a set. The batch is g sets of m sequences each, so that one step of a
 recursion is one batched product [g, m, c] x [g, c, c] for c states. All tensors are views of what the caller passed.
@@ -10,8 +10,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-
-from .numbers import relative_logs
 
 # multiply-adds for which a CPU wakes another thread, and states of a message that its loops keep in registers
 WORTH_A_THREAD, FEW_STATES = 2**20, 16
@@ -79,7 +77,7 @@ class Chain:
 
     @property
     def zero(self) -> float:
-        """The entry of `bulk` and `p0` that stands for weight 0."""
+        """The entry of `bulk` and `p0` of weight 0."""
         return -math.inf if self.log_params else 0.0
 
     def new(self, *shape: int) -> Tensor:
@@ -90,21 +88,11 @@ class Chain:
         """The transition matrices (g, c, c) at an index, or the only ones."""
         return self.bulk[index if len(self.bulk) > 1 else 0].reshape(self.g, self.c, self.c)
 
-    def relative_log_p0(self) -> tuple[Tensor, Tensor]:
-        """The logarithms of the initial weights less the largest (g, m, c), and the largest (g, m, 1), in float64."""
-        logs, top = relative_logs(self.p0.double(), -1, log=self.log_params)
-        grid = self.g, self.m
-        return logs.expand(*self.lead, self.c).reshape(*grid, self.c), top.expand(*self.lead, 1).reshape(*grid, 1)
-
     def part(self, start: int, stop: int) -> "Chain":
         """The chain of steps `start` to before `stop`, which a message enters unless `start` is 0; views."""
         bulk = self.bulk if len(self.bulk) == 1 else self.bulk[max(0, start - 1) : stop - 1]
         ends = None if self.ends is None else (self.ends - start).clamp(0, stop - start)
         return replace(self, x=self.x[start:stop], bulk=bulk, ends=ends)
-
-    def room(self, steps: int) -> Tensor:
-        """Uninitialised memory for the messages of `steps` steps (steps, g, m, c), or of packed rows (rows, c)."""
-        return self.new(steps, self.g, self.m, self.c) if self.starts is None else self.new(*self.x.shape)
 
     @cached_property
     def ended(self) -> Tensor | None:
@@ -117,8 +105,8 @@ def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
     return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
 
 
-def is_view(values: Tensor, kept: int) -> bool:
-    """Whether all axes but the last `kept` can be flattened into one without a copy."""
-    axes = list(zip(values.shape, values.stride(), strict=True))[:-kept]
+def is_view(values: Tensor, rest: int) -> bool:
+    """Whether all axes but the last `rest` can be flattened into one without a copy."""
+    axes = list(zip(values.shape, values.stride(), strict=True))[:-rest]
     axes = [(size, stride) for size, stride in axes if size != 1]
     return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))

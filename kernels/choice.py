@@ -2,14 +2,12 @@
 
 import subprocess
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 _CHOICES, _DEVICES = ("auto", "triton", "plain"), ("cuda", "cpu")
@@ -106,40 +104,28 @@ def load(name: str) -> ModuleType:
     return import_module(f"{__package__}.{name}")
 
 
-class _OnDevice(ModuleType):
-    """The functions of a Triton module, each with the fallback to its counterpart in the plain module."""
+class OnDevice:
+    """The functions of a Triton module, each with the fallback to that of the plain module of this name."""
 
-    def __init__(self, triton: str, plain: str) -> None:
-        super().__init__(f"{__package__}.{triton}")
-        self._names = triton, plain
+    def __init__(self, name: str) -> None:
+        self._module = name
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return partial(_call, *self._names, name)
+    def __getattr__(self, function: str) -> Any:
+        return partial(_call, self._module, function)
 
 
-on_device = cache(_OnDevice)
-
-
-def _call(triton: str, plain: str, name: str, *args: Any, **options: Any) -> Any:
+def _call(module: str, function: str, *args: Any, **options: Any) -> Any:
     if is_triton():
         try:
-            return getattr(load(triton), name)(*args, **options)
+            return getattr(load(f"gpu.{module}"), function)(*args, **options)
         except Exception as error:
             if _state.choice == "triton" or not _precedes_launch(error):
                 raise
             _warn_once(error)
-            if options.get("inplace", False) and not isinstance(error, ImportError):
-                expected = "expected kernels that compile before the operand is overwritten"
-                text = f"inplace: {expected}, got {_reason(error)}; call again with new operands"
-                raise RuntimeError(text) from error
-    if plain == "plain.forward":
-        options.pop("halved", None)  # torch operations keep no messages in halves
-    elif plain == "plain.backward" and args[1].halved:
-        chain, residuals, *others = args
-        args = chain, load("plain.forward").forward(chain, keep=torch.empty_like(residuals.messages))[0], *others
-    return getattr(load(plain), name)(*args, **options)
+            if options.get("inplace") and not isinstance(error, ImportError):
+                expected = f"kernels that compile before the operand is overwritten, got {_reason(error)}"
+                raise RuntimeError(f"inplace: expected {expected}; call again with new operands") from error
+    return getattr(load(f"plain.{module}"), function)(*args, **options)
 
 
 def _precedes_launch(error: Exception) -> bool:

@@ -25,9 +25,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, bulk: Tensor) -> "Layout":
         """The layout of x [*B, v, c] and bulk [*B or ones, s, c, c], of which leading axes may be missing."""
-        missing = x.dim() + 1 - bulk.dim()
-        own = (missing + axis for axis, size in enumerate(bulk.shape[:-3]) if size != 1)
-        return cls(tuple(x.shape[:-2]), tuple(own))
+        return cls.of_parameters(x.shape[:-2], [bulk[(None,) * (x.dim() + 1 - bulk.dim())]])
 
     @classmethod
     def of_parameters(cls, batch: Sequence[int], parameters: Sequence[Tensor]) -> "Layout":

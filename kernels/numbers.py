@@ -19,24 +19,21 @@ _LOG2E = {torch.float32: (1.4426950216293335, 1.92596303350e-8), torch.float64: 
 FLUSH = {torch.float32: 2.0**-115, torch.float64: 2.0**-1000}
 
 
-def exp_shifted(x: Tensor, shift: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
-    """`out = exp(x - shift)` for `x <= shift`, with results below 2^-115 (float64: 2^-1000) set to zero.
+def exp_shifted(x: Tensor, shift: Tensor) -> Tensor:
+    """`exp(x - shift)` for `x <= shift`, with results below 2^-115 (float64: 2^-1000) set to zero.
 
-    `out` and `scratch` have the shape of the broadcast operands and the dtype of the arithmetic, float32 or float64;
-    `x` may be of a narrower type. -inf gives 0; a shift of -inf must have been replaced by `finite` before.
+    -inf gives 0; a shift of -inf must have been replaced by `finite` before.
     """
-    high, low = _LOG2E[out.dtype]
-    torch.sub(x, shift, out=scratch)
-    if low:  # the smaller part first: the sum is then one fused multiply-add, rounded once
-        torch.mul(scratch, low, out=out).add_(scratch, alpha=high)
-    else:
-        torch.mul(scratch, high, out=out)
-    return torch.threshold_(out.exp2_(), FLUSH[out.dtype], 0.0)
+    high, low = _LOG2E[x.dtype]
+    below = x - shift
+    # the smaller part first: the sum is then one fused multiply-add, rounded once
+    out = (below * low).add_(below, alpha=high) if low else below.mul_(high)
+    return torch.threshold_(out.exp2_(), FLUSH[x.dtype], 0.0)
 
 
 def finite(shift: Tensor) -> Tensor:
-    """The shift, in place, with the lowest finite number for -inf, so that -inf less its shift is -inf and not NaN."""
-    return shift.clamp_(min=torch.finfo(shift.dtype).min)
+    """The shift with the lowest finite number for -inf, so that -inf less its shift is -inf and not NaN."""
+    return shift.clamp(min=torch.finfo(shift.dtype).min)
 
 
 def relative_logs(weights: Tensor, axes: int | tuple[int, ...], *, log: bool) -> tuple[Tensor, Tensor]:
@@ -58,14 +55,6 @@ def relative_logs(weights: Tensor, axes: int | tuple[int, ...], *, log: bool) ->
     return logs, log_top
 
 
-def trusted_sum(dtype: torch.dtype, terms: int) -> float:
-    """The least sum of `terms` products of exponentials that is exact to rounding, for factors of at most 1.
-
-    Each term has lost less than FLUSH times its larger factor: for a larger bound of the factors, multiply by it.
-    """
-    return terms * FLUSH[dtype] / torch.finfo(dtype).eps
-
-
 def near_one(weight: Tensor) -> tuple[Tensor, float]:
     """The weights divided by a power of two, and that power, so that products with large numbers do not overflow.
 
@@ -81,25 +70,14 @@ def near_one(weight: Tensor) -> tuple[Tensor, float]:
 def exact_sum(terms: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of float64 terms over the first axis, and its rounding error; infinite where the plain sum is.
 
-    The terms are overwritten. They are added in pairs, level by level, and the error of each addition, which is itself
-    a float, is added to the second result (D. E. Knuth's two-sum).
+    They are added in pairs, level by level, and so are the errors of the additions.
     """
-    lost, errors = torch.zeros_like(terms[0]), torch.empty_like(terms[0])
-    scratch = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
-    count = len(terms)
-    while count > 1:
+    error = torch.zeros_like(terms[0])
+    while (count := terms.shape[0]) > 1:
         half = count // 2
-        a, b, (total, back) = terms[:half], terms[half : 2 * half], scratch[:, :half]
-        torch.add(a, b, out=total)
-        torch.sub(total, a, out=back)
-        b -= back
-        a -= torch.sub(total, back, out=back)
-        lost += torch.sum(a.add_(b), 0, out=errors)
-        a.copy_(total)
-        if count % 2:
-            terms[half] = terms[count - 1]
-        count -= half
-    return terms[0], lost.masked_fill_(~terms[0].isfinite(), 0.0)
+        total, errors = two_sum(terms[:half], torch.zeros_like(error), terms[half : 2 * half])
+        terms, error = torch.cat([total, terms[2 * half :]]) if count % 2 else total, error + errors.sum(0)
+    return terms[0], error.masked_fill_(~terms[0].isfinite(), 0.0)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,8 +102,8 @@ def probabilities(message: Tensor) -> Tensor:
     return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
 
 
-def two_sum(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+def two_sum(total: Tensor, error: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
     """A running sum with one more term, and the sum of its rounding errors (D. E. Knuth's two-sum)."""
     after = total + term
     part = after - total
-    return after, lost + ((total - (after - part)) + (term - part))
+    return after, error + ((total - (after - part)) + (term - part))

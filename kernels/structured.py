@@ -1,8 +1,7 @@
-"""A batch of chains whose transition matrices are given by fewer parameters than they have entries.
+"""A batch of chains whose transition matrices have fewer parameters than they have entries.
 
-`forward` and `backward` of bands, arcs and products exist in kernels/plain, cpu and gpu with the same signatures; what
-they take is a `Structured`, and what `forward` keeps for `backward` is a `Walk`. Sequences lie in the order of the
-batch, and operands are read in place: one that sequences share has stride 0 along their axis.
+`forward` and `backward` take a `Structured`; what `forward` returns for `backward` is a `Walk`. Sequences lie in the
+order of the batch, and operands are read in place: one that sequences share has stride 0 along their axis.
 """
 
 from dataclasses import dataclass
@@ -12,29 +11,47 @@ import torch
 from torch import Tensor
 
 
-class Stage(NamedTuple):
-    """One factor of a product of matrices, along one axis of a message whose states are a grid of axes.
+class Factor(NamedTuple):
+    """One factor of a product of matrices, which maps an axis of rows of states.
 
     Attributes:
-        axes: the sizes of the grid that enters.
-        block: the axis along which the factor has a matrix for each index, `(blocks, in, out)`; None: one for all,
-            `(in, out)`.
-        contracted: the axis that the matrices map.
-        transposed: the parameter holds the transposed matrices, `(out, in)`.
-        order: the order of the axes of the grid that leaves.
+        entering: the size of that axis.
+        leaving: its size after the factor.
+        before: the size of the axes of a row before that axis.
+        after: the size of those after it.
+        blocks: 0 for one matrix `(entering, leaving)`; otherwise a row is (blocks, entering), and there is a matrix
+            for each block, `(blocks, entering, leaving)`. What leaves is (blocks, leaving) after the last factor of a
+            product, and (leaving, blocks) before another one. All factors of a product have blocks, or none has.
+        transposed: whether the parameter holds the transposed matrices.
     """
 
-    axes: tuple[int, ...]
-    block: int | None
-    contracted: int
+    entering: int
+    leaving: int
+    before: int = 1
+    after: int = 1
+    blocks: int = 0
     transposed: bool = False
-    order: tuple[int, ...] = (0,)
+
+    @property
+    def others(self) -> int:
+        """The size of all axes but the one that is mapped."""
+        return self.before * self.after * max(1, self.blocks)
+
+    @property
+    def size(self) -> int:
+        """The entries of a row after the factor."""
+        return self.others * self.leaving
+
+    @property
+    def reverse(self) -> "Factor":
+        """The factor of the transposed matrices."""
+        return self._replace(entering=self.leaving, leaving=self.entering)
 
 
 class Factors(NamedTuple):
-    """A product of factors, one parameter for each stage, plus a diagonal (c) if there is one: the last parameter."""
+    """A product of factors, one parameter for each, plus a diagonal (c) if there is one: the last parameter."""
 
-    stages: tuple[Stage, ...]
+    factors: tuple[Factor, ...]
     diagonal: bool = False
 
 
@@ -112,15 +129,7 @@ class Gradients(NamedTuple):
 
 def places(tensor: Tensor, batch: torch.Size) -> Tensor:
     """The place in memory of each sequence's part of a tensor [*B or ones, ...], int64 (n)."""
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    offsets = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for size, own, stride in zip(batch, tensor.shape, tensor.stride(), strict=False):
-        found = found[..., None] + torch.arange(size, device=tensor.device) * (stride if own > 1 else 0)
-    return found.flatten()
-
-
-def gradient_of_p0(chain: Structured, counts: Tensor) -> Tensor:
-    """The gradient of p0, or of its logarithm, from the latter of each sequence (n, c); exactly 0 at weight 0."""
-    counts = counts.view(*chain.batch, chain.c)
-    if not (chain.log_params or chain.by_log):
-        counts = (counts / chain.p0.double()).masked_fill(counts == 0, 0.0)
-    return counts.sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
+        offsets = offsets[..., None] + torch.arange(size, device=tensor.device) * (stride if own > 1 else 0)
+    return offsets.flatten()

@@ -22,26 +22,23 @@ class Weights(NamedTuple):
     def first_negative(self) -> list[int] | None:
         """The place of an entry below 0 that is read, the first along all axes but the longest."""
         values, read = self.values.detach(), self.read
-        for axis, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
-            if stride == 0 and size > 1:  # the same entries again
-                values = values.narrow(axis, 0, 1)
-                read = read if read is None or axis >= read.dim() else read.any(axis, keepdim=True)
         if values.numel() == 0:
             return None
-        longest = max(range(values.dim()), key=lambda axis: values.shape[axis])
-        size = max(1, _COMPARED * values.shape[longest] // values.numel())
         if read is not None:
             read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+        for axis, stride in enumerate(values.stride()):
+            if stride == 0:  # the same entries again
+                values, read = values.narrow(axis, 0, 1), read if read is None else read.any(axis, keepdim=True)
+        longest = max(range(values.dim()), key=lambda axis: values.shape[axis])
+        size = max(1, _COMPARED * values.shape[longest] // values.numel())
         for start in range(0, values.shape[longest], size):
             length = min(size, values.shape[longest] - start)
             below = values.narrow(longest, start, length) < 0
             if read is not None:
                 below &= read.narrow(longest, start, length)
             if below.any():
-                at = below.flatten().to(torch.uint8).argmax()
-                place = [int(index) for index in torch.unravel_index(at, below.shape)]
-                place[longest] += start
-                return place
+                place = torch.unravel_index(below.flatten().to(torch.uint8).argmax(), below.shape)
+                return [int(index) + start * (axis == longest) for axis, index in enumerate(place)]
         return None
 
 
@@ -52,11 +49,8 @@ def has_negative(values: Tensor) -> bool:
 
 def check_weights(*weights: Weights) -> None:
     """Raise ValueError for the first weight below 0 of those that are read."""
-    for one in weights:
-        place = one.first_negative()
+    for weight in weights:
+        place = weight.first_negative()
         if place is not None:
-            value = one.values[tuple(place)].item()
-            raise ValueError(
-                f"{one.name}: expected non-negative weights, got {value:g} at {place};"
-                " pass log_params=True for logarithms"
-            )
+            expected = f"expected non-negative weights, got {weight.values[tuple(place)].item():g} at {place}"
+            raise ValueError(f"{weight.name}: {expected}; pass log_params=True for logarithms")

@@ -105,7 +105,7 @@ def _drawn(chain: Batch, shape: tuple[int, ...], generator: torch.Generator | No
     report_chains(residuals.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
-    kernels.draw_kernels(chain.x).draw(chain, residuals, states)
+    kernels.module("sample", chain.x).draw(chain, residuals, states)
     return states
 
 

@@ -12,7 +12,7 @@ import logchain
 from logchain import reference
 from logchain.kernels.cpu import arguments
 from logchain.kernels.cpu import matmul as cpu_matmul
-from logchain.kernels.plain import matmul_pieces as log_matmul_pieces
+from logchain.kernels.plain import matmul as plain_matmul
 from logchain.memory import peak_bytes
 from tests import oracle
 from tests.backends import on, parameter
@@ -336,7 +336,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_row(other, backend):
 def small_pieces(monkeypatch, plain):
     """Pieces of a few entries, so that small operands are cut along sets, rows and columns, by torch's operations."""
     for name, size in (("_ENTRIES", 40), ("_PART", 1000), ("_KEPT", 2), ("_PASSING", 3), ("_PAIRS", 16)):
-        monkeypatch.setattr(log_matmul_pieces, name, size)
+        monkeypatch.setattr(plain_matmul, name, size)
 
 
 def stacked(case, batch, which, sizes, dtype):
@@ -378,7 +378,7 @@ def test_pieces_of_strided_rows_and_of_poisoned_memory():
 def test_pieces_are_all_of_the_product_once():
     for m, n in ((7, 3), (3, 7), (2000, 1500), (30000, 2), (2, 30000)):
         seen = torch.zeros(2, m, n, dtype=torch.int8)
-        for cut in log_matmul_pieces._cuts((2,), (m,), (n,), 50):
+        for cut in plain_matmul._cuts((2,), (m,), (n,), 50):
             seen[cut.joint] += 1
         assert (seen == 1).all()
 

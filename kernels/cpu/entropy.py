@@ -12,15 +12,14 @@ from ..chain import Chain
 from .arguments import Call
 
 
-def means(chains: Sequence[Chain], counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
     """The log-partition of a chain, its mean log-weight, or that less a second chain's, and what underflows (g, m).
 
-    The mean is NaN where loops underflow. With `counts`, contiguous zeros of the shape of `bulk`, the exact scan adds
-    expected counts to them, and the mean is that of x and p0, for float64 sequences, each the only one of a set.
+    The mean is NaN where loops underflow.
     """
     p, *others = replace(chains[0], by_log=True), *chains[1:]
     log_norm, mean = torch.zeros(2, p.g, p.m, dtype=torch.float64, device="cpu")
-    lossy = torch.full((p.g, p.m), int(counts is not None), dtype=torch.uint8, device="cpu")
+    lossy = torch.zeros(p.g, p.m, dtype=torch.uint8, device="cpu")
     uncounted = torch.full((p.g, p.m), p.v, device="cpu")
     messages, states = messages_of(p, p.v), messages_of(p, p.v).view(p.v, *p.lead, p.c)
     call, second = Call(p), [Call(replace(chain, dtype=p.dtype)) for chain in others]
@@ -28,12 +27,6 @@ def means(chains: Sequence[Chain], counts: Tensor | None) -> tuple[Tensor, Tenso
     call.point(lossy=lossy, uncounted=uncounted)
     call.rows("out", states)
     call.point(grad_x=states)
-    if counts is not None:
-        if len(counts) == 1:
-            call.point(counts=counts)
-        else:
-            call.matrices("grad_bulk", counts)
-            call.point(grad_bulk=counts if counts.numel() else counts.new_zeros(1))  # null asks for no counts
     call.arguments.means.less = ctypes.addressof(second[0].arguments) if second else None
     call.run("means", call.spans())
     return log_norm, mean, lossy == 1  # forward

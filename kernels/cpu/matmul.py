@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plain import matmul as plain
-from ..plain.matmul_pieces import Groups
+from ..plain.matmul import Groups
 from .arguments import copies, fields, run_each, shared
 
 # the longest inner axis, and the longest of rows or columns, up to which these loops are faster than torch's products

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..numbers import exact_sum, near_one
 from ..plain import product as plain
-from ..tree import total
+from ..tree import add_offset
 from .arguments import copies, fields, run_each, shared
 
 # least matrices of a segment, which are worth the additional product
@@ -83,7 +83,7 @@ def _products(stack: Tensor, out: Tensor) -> Tensor:
     products, offset, lossy = _segment_products(stack, segments)
     root, rest, lossy_too = _segment_products(products, 1)
     parts = torch.cat([offset, rest], 1).flatten(1).T.contiguous()
-    out.copy_(total(root[:, 0], torch.stack(exact_sum(parts)), out.dtype))
+    out.copy_(add_offset(root[:, 0], torch.stack(exact_sum(parts), -1)))
     return lossy | lossy_too
 
 

@@ -17,7 +17,7 @@ from ..chain import Chain
 from ..message import Kept
 from ..numbers import shifted
 from . import matmul as log_matmul
-from .forward import potentials, transitions
+from .forward import forward, potentials, transitions
 
 
 def backward(
@@ -46,6 +46,8 @@ def backward(
         although their sum does not. Otherwise the backward message of the step that entered (g, m, c), float64
         logarithms up to an additive constant: the `following` of the stretch before.
     """
+    if kept.halved:  # by Triton kernels
+        kept, _ = forward(chain, keep=torch.empty_like(kept.messages))
     g, c, entered = chain.g, chain.c, int(kept.entered)
     weight = weight.double().masked_fill(kept.log_norm == -math.inf, 0.0)[..., None]
     counts = torch.zeros(g, c, c, dtype=torch.float64, device=weight.device)

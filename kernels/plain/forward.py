@@ -19,7 +19,12 @@ from . import matmul as log_matmul
 
 
 def forward(
-    chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
+    chain: Chain,
+    entering: Message | None = None,
+    *,
+    keep: Tensor | None = None,
+    leave: bool = False,
+    halved: bool = False,
 ) -> tuple[Kept, Message | None]:
     """The log-partitions (g, m) with the messages that `backward` reads, and the last forward message or None.
 
@@ -31,6 +36,7 @@ def forward(
             `entering` first, so that `steps` is at least their number; None where no gradient is wanted.
         leave: whether the message of each sequence's last step is returned. It must be if `backward` will be called
             with a message `following`.
+        halved: not read, see `kernels.gpu.forward`.
     """
     grid = chain.g, chain.m, chain.c
     if entering is None:
@@ -46,7 +52,8 @@ def forward(
         before = message
         x, x_shift = potentials(chain, step)
         if step + entered == 0:
-            message, shift = chain.relative_log_p0()
+            message, shift = relative_logs(chain.p0.double(), -1, log=chain.log_params)
+            message, shift = (part.expand(*chain.lead, -1).reshape(*grid[:2], -1) for part in (message, shift))
         else:
             matrix, shift = transitions(chain, step, entered)
             message = log_matmul.forward(message, matrix, torch.float64)[0]
@@ -60,7 +67,7 @@ def forward(
         redone |= _underflows(message, chain.dtype)
         if keep is not None:
             keep[step + entered] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
-    # kept messages are linear, but in sequences where one would underflow they are logarithms
+    # stored messages are linear, but in sequences where one would underflow they are logarithms
     for logs in keep[: chain.v + entered] if keep is not None else ():
         logs.copy_(torch.where(redone[..., None], encoded(logs, chain.dtype), logs.exp()))
     values, total = normalised(message)

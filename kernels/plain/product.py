@@ -23,7 +23,7 @@ class Arithmetic(tree.Arithmetic):
         """Write products of nodes, see `kernels.tree`."""
         for at in _blocks(left.values):
             a, b = (
-                (nodes.values[at].double() - finite(nodes.maxima[at].clone())[..., None, None]).flatten(0, 1)
+                (nodes.values[at].double() - finite(nodes.maxima[at])[..., None, None]).flatten(0, 1)
                 for nodes in (left, right)
             )
             values, recomputed = matmul.forward(a, b, torch.float64)

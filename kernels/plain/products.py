@@ -1,7 +1,7 @@
 """Chains whose matrices are products of factors: log-partitions and gradients, see `scaled` for the formulas.
 
 Flagged sequences have to be computed in logarithms, forward and backward. So have all of a GPU, where no flag is read
-on the host, and those of factors whose rows would have to be permuted.
+on the host.
 """
 
 import math
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import on_gpu
-from ..structured import Gradients, Structured, Walk, gradient_of_p0
+from ..structured import Gradients, Structured, Walk
 from . import scaled
-from .links import add_counts, links, multiply, operand
+from .factors import add_counts, multiply, operand
 from .scaled import Scan, Steps
 
 Needs = tuple[bool, bool, bool]
@@ -22,16 +22,11 @@ Needs = tuple[bool, bool, bool]
 _ROWS, _STEPS, _ADDED = (128, 32), 16, 16
 
 
-def _scan(chain: Structured) -> Scan | None:
-    chain_links = None if on_gpu(chain.x) else links(chain.pattern, chain.parameters)
-    return None if chain_links is None else Scan(chain, chain_links)
-
-
 def forward(chain: Structured, keep: bool, steps_of: type[Steps] = Steps) -> Walk | None:
     """The log-partitions, and what `backward` reads: S, tables, middles. None for what is not computed here."""
-    scan = _scan(chain)
-    if scan is None:
+    if on_gpu(chain.x):
         return None
+    scan = Scan(chain)
     log_norm, state, middles = scaled.run(scan, keep, steps_of)
     tensors = (state, scan.tops, scan.factors, *middles) if keep else ()
     return Walk(scan.in_batch(log_norm), tensors, scan.in_batch(scan.flagged))
@@ -39,8 +34,7 @@ def forward(chain: Structured, keep: bool, steps_of: type[Steps] = Steps) -> Wal
 
 def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, steps_of: type[Steps] = Steps) -> Gradients:
     """The gradients of `sum(weight * log_norm)` over sequences that are not flagged; see `Gradients`."""
-    scan = _scan(chain)
-    assert scan is not None
+    scan = Scan(chain)
     state, scan.tops, scan.factors, *middles = walk.kept
     weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.flagged))
     scan.flagged = flagged
@@ -52,10 +46,10 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, steps_
 def _backward(scan: Scan, state: Tensor, middles: list[Tensor], needs: Needs, steps: Steps) -> Gradients:
     """The gradients of live rows."""
     chain, n, c, active, sets = scan.chain, scan.n, scan.chain.c, scan.active, scan.layout.grid[0]
-    back_links, blocks = tuple(link.transposed for link in reversed(scan.links)), scan.links[0].blocks or 1
+    reverse, blocks = [factor.reverse for factor in reversed(scan.product)], scan.product[0].blocks or 1
     together = min(_STEPS, _ROWS[blocks > 1] // max(1, n)) if scan.prepared.one_step and sets == 1 and needs[1] else 1
     missing = needs[1] and not middles
-    sizes = [c, *(link.size for link in back_links[:-1]), *(link.size for link in scan.links[:-1] if missing)]
+    sizes = [c, *(factor.size for factor in reverse[:-1]), *(factor.size for factor in scan.product[:-1] if missing)]
     memories, b = [scan.new(max(1, together) * n * size) for size in sizes], scan.new(n, c)
     grad_x = scan.new(n, chain.v, c) if needs[0] else None
     if grad_x is not None and sum(active) < n * chain.v:
@@ -68,31 +62,39 @@ def _backward(scan: Scan, state: Tensor, middles: list[Tensor], needs: Needs, st
             first -= 1
         length = last - first + 1
         views = [tensor[: length * count * size].view(length, -1) for tensor, size in zip(memories, sizes, strict=True)]
-        sources, following, between = views[0], views[1 : len(back_links)], views[len(back_links) :]
+        sources, following, between = views[0], views[1 : len(reverse)], views[len(reverse) :]
         for slot in range(length - 1, -1, -1):
             step, source = first + slot, sources[slot].view(count, c)
             steps.backward(step, count, b, before, blocks, source, grad_x)
             before, (matrices, diagonal) = count, scan.prepared.at(step)
             transposed = [matrix.mT for matrix in reversed(matrices)]
-            multiply(back_links, source, transposed, [rows[slot] for rows in following], b, sets)
+            multiply(reverse, source, transposed, [rows[slot] for rows in following], b, sets)
             scan.add_diagonal(b, source, diagonal)
             if missing:
-                multiply(scan.links, state[step - 1, :count], matrices, [rows[slot] for rows in between], None, sets)
+                multiply(scan.product, state[step - 1, :count], matrices, [rows[slot] for rows in between], None, sets)
         if counts is not None:
             places = slice(first - 1, last)
-            for rows, link in zip(middles, scan.links, strict=False):
-                between.append(rows[places, : count * link.size])
+            for rows, factor in zip(middles, scan.product, strict=False):
+                between.append(rows[places, : count * factor.size])
             counts.add(first, [state[places, :count], *between], [*following[::-1], sources])
         last = first - 1
     source = memories[0][: n * c].view(n, c)
     if active:
         steps.backward(0, n, b, before, blocks, source, grad_x)
-    first_counts = (source.double() * (scan.inverse * scan.weight)[:, None]).masked_fill_(source == 0, 0.0)
     return Gradients(
         None if grad_x is None else grad_x.view(*chain.batch, chain.v, c),
         None if counts is None else counts.gradients(),
-        gradient_of_p0(chain, scan.in_batch(first_counts)) if needs[2] else None,
+        _gradient_of_p0(scan, source) if needs[2] else None,
     )
+
+
+def _gradient_of_p0(scan: Scan, source: Tensor) -> Tensor:
+    """The gradient of p0, or of its logarithm, from S B of the first step; exactly 0 at weight 0."""
+    chain, counts = scan.chain, source.double() * (scan.inverse * scan.weight)[:, None]
+    counts = scan.in_batch(counts.masked_fill_(source == 0, 0.0))
+    if not (chain.log_params or chain.by_log):
+        counts = (counts / chain.p0.double()).masked_fill(counts == 0, 0.0)
+    return counts.sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
 
 
 class _Counts:
@@ -111,15 +113,15 @@ class _Counts:
         scan, sets, length = self.scan, self.scan.layout.grid[0], len(leaving[-1])
         count, self.added = leaving[-1][0].numel() // scan.chain.c, self.added + 1
         shares = None if self.shares is None else self.shares[:count].repeat(length)
-        stages = zip(scan.links, scan.chain.pattern.stages, entering, leaving, self.sums, strict=False)
-        for place, (link, stage, front, following, sums) in enumerate(stages):
-            front = operand(link, front, sets, length, place > 0)
-            following = operand(link.transposed, following, sets, length, place + 1 < len(scan.links))
+        factors = zip(scan.product, entering, leaving, self.sums, strict=False)
+        for place, (factor, front, following, sums) in enumerate(factors):
+            front = operand(factor, front, sets, length, place > 0)
+            following = operand(factor.reverse, following, sets, length, place + 1 < len(scan.product))
             if shares is not None:
-                weights = shares.view(sets, 1, -1, 1) if link.blocks else shares[:, None]
-                narrow = link.entering <= link.leaving
+                weights = shares.view(sets, 1, -1, 1) if factor.blocks else shares[:, None]
+                narrow = factor.entering <= factor.leaving
                 front, following = (front * weights, following) if narrow else (front, following * weights)
-            add_counts(link, stage.transposed, front, following, sums)
+            add_counts(factor, front, following, sums)
         if scan.chain.pattern.diagonal:
             terms = entering[0].reshape(len(self.sums[-1]), -1, scan.chain.c)
             terms = terms * leaving[-1].view(terms.shape)

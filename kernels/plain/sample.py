@@ -48,6 +48,5 @@ def _draw(chain: Chain, kept: Kept, states: Tensor) -> None:
         threshold = (1.0 - numbers[..., step, None]) * sums.amax(-1, keepdim=True)
         # in sequences that are shorter or have no path this is any state, which `draw` overwrites
         state = ((sums >= threshold) & (sums > 0)).to(torch.int8).argmax(-1)
-        given = numbers[..., step] < 0
-        state = torch.where(given, -1 - numbers[..., step].to(torch.int64), state)
+        state = torch.where(numbers[..., step] < 0, -1 - numbers[..., step].to(torch.int64), state)
         states[..., step] = state

@@ -18,8 +18,7 @@ from .. import in_large_pages
 from ..layout import Layout
 from ..numbers import exact_sum
 from ..structured import Structured
-from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves
-from .links import Link, multiply
+from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves, multiply
 
 # log 2 as two numbers; products of the first with exponents are exact
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
@@ -42,8 +41,8 @@ class Scan:
     live: Tensor
     weight: Tensor
 
-    def __init__(self, chain: Structured, chain_links: tuple[Link, ...]) -> None:
-        self.chain, self.links, device = chain, chain_links, chain.x.device
+    def __init__(self, chain: Structured) -> None:
+        self.chain, self.product, device = chain, chain.pattern.factors, chain.x.device
         self.layout = Layout.of_parameters(chain.batch, chain.parameters)
         self.prepared, self.n = PreparedFactors(chain, self.layout), math.prod(self.layout.grid)
         order = self.layout.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
@@ -170,12 +169,12 @@ class Steps:
 
 
 def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The log-partitions (n), wrong where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
+    """The log-partitions (n), undefined where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
     chain, n, prepared = scan.chain, scan.n, scan.prepared
     state = scan.slots(chain.v if keep else 2, n * chain.c).unflatten(1, (n, chain.c))
     sums = scan.new(n, chain.c)
-    keep_middles = keep and sum(link.size for link in scan.links[:-1]) <= chain.c
-    middles = [scan.slots(chain.v - 1 if keep_middles else 1, n * link.size) for link in scan.links[:-1]]
+    keep_middles = keep and sum(factor.size for factor in scan.product[:-1]) <= chain.c
+    middles = [scan.slots(chain.v - 1 if keep_middles else 1, n * factor.size) for factor in scan.product[:-1]]
     steps, total = steps_of(scan, state), torch.zeros(n, dtype=torch.float64, device=state.device)
     start, start_shift = scan.start()
     for step, count in enumerate(scan.active):
@@ -184,9 +183,9 @@ def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, 
         else:
             before, (matrices, diagonal) = state[(step - 1) % len(state), :count], prepared.at(step)
             between = [tensor[step - 1 if keep_middles else 0] for tensor in middles]
-            multiply(scan.links, before, matrices, between, sums, scan.layout.grid[0])
+            multiply(scan.product, before, matrices, between, sums, scan.layout.grid[0])
             scan.add_diagonal(sums, before, diagonal)
-            steps.forward(step, count, sums, scan.links[-1].blocks or 1, prepared.limit)
+            steps.forward(step, count, sums, scan.product[-1].blocks or 1, prepared.limit)
         if step + 1 in scan.stops:
             ended = scan.ends == step + 1
             total[ended] = state[step % len(state)][ended].sum(-1, dtype=torch.float64)

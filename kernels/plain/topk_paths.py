@@ -2,8 +2,8 @@
 
     a_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r, + x_i(j)
 
-State h at rank r stands for the r-th best path into h, so that all paths differ; the rank is -inf if there is none. The
-choices `h k + r` are kept, c k integers for each step and sequence. Definition: `logchain.reference.topk_paths`.
+State h at rank r is the r-th best path into h, so that all paths differ; the rank is -inf if there is none. The choices
+`h k + r` are stored, c k integers for each step and sequence. Definition: `logchain.reference.topk_paths`.
 """
 
 import math
@@ -46,8 +46,8 @@ def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
         if step > 0:
             index = choices[step - 1].flatten(-2).gather(-1, index).long()
     no_sum = unknown(chain)
-    lost = no_sum[..., None] | ~(weights > -math.inf)  # (g, m, k)
-    return without_states(chain, states.movedim(2, 0), lost.movedim(2, 0)).movedim(0, 2), no_sum
+    masked = no_sum[..., None] | ~(weights > -math.inf)  # (g, m, k)
+    return without_states(chain, states.movedim(2, 0), masked.movedim(2, 0)).movedim(0, 2), no_sum
 
 
 def _step(message: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:

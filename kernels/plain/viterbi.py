@@ -2,7 +2,7 @@
 
     a_i(j) = max_k (a_{i-1}(k) + log P_i(k, j)) + x_i(j)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
 
-The messages are kept instead of back-pointers: on the way back, c terms a step give the state before a known one.
+Messages are stored instead of back-pointers: c terms per step give the state before a known one.
 """
 
 import torch
@@ -36,33 +36,33 @@ class Messages:
 
     def __init__(self, chain: Chain, entering: Tensor | None) -> None:
         self._chain, self._entered = chain, int(entering is not None)
-        self._kept = chain.new(chain.v + self._entered, chain.g, chain.m, chain.c)
+        self._messages = chain.new(chain.v + self._entered, chain.g, chain.m, chain.c)
         self.unknown = unknown(chain, self._entered)
         message = start(chain) if entering is None else entering.to(chain.dtype)
-        self._kept[0] = message
-        for step in range(1, len(self._kept)):
-            message = self._kept[step] = _after(chain, message, step - self._entered, step - 1)
-        self.leaving = self._kept[-1].double()
+        self._messages[0] = message
+        for step in range(1, len(self._messages)):
+            message = self._messages[step] = _after(chain, message, step - self._entered, step - 1)
+        self.leaving = self._messages[-1].double()
 
     def follow(self, states: Tensor) -> None:
         """Write into `states` (g, m, steps) the best paths that end, at a sequence's end, there.
 
-        The last entry of each is the state in which it ends, or negative for any. States are -1 behind a sequence's
-        end, and everywhere if it is unknown or there is no path.
+        The last entry of each is the state in which it ends, or negative for any. States are -1 past a sequence's end,
+        and everywhere if it is unknown or there is no path.
         """
         chain, steps = self._chain, states.shape[-1]
         sets = torch.arange(chain.g, device=states.device)[:, None]
-        given, state = states[..., -1].clone(), torch.empty(0)
+        final, state = states[..., -1].clone(), torch.empty(0)
         ends = None if chain.ends is None else chain.ends[..., 0] + self._entered
         for step in reversed(range(steps)):
-            terms = self._kept[step]
+            terms = self._messages[step]
             if step + 1 < steps:
                 columns = log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
                 into_next = terms + columns
                 terms = into_next if ends is None else torch.where(ends[..., None] == step + 1, terms, into_next)
             state = terms.argmax(-1)
             is_last = step + 1 == (steps if ends is None else ends)
-            state = torch.where((given >= 0) & is_last, given, state)
+            state = torch.where((final >= 0) & is_last, final, state)
             states[..., step] = state
         without_states(chain, states, self.unknown | ~(self.leaving.amax(-1) > -torch.inf), self._entered)
 
@@ -91,33 +91,29 @@ def unknown(chain: Chain, entered: int = 0) -> Tensor:
 
     `entered`: 1 for a stretch that a message enters, and 0 for a chain.
     """
-    g, m = chain.g, chain.m
-    steps = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1)
-    potentials = ~(chain.x.amax(-1) < torch.inf).reshape(-1, g, m)
-    transitions = _wrong(chain.bulk.flatten(-2), chain.log_params).reshape(-1, g, 1)
-    start = _wrong(chain.p0, chain.log_params).expand(chain.lead).reshape(g, m)
-    count = chain.v - 1 + entered
-    transitions = transitions[:0] if count == 0 else transitions.expand(count, g, 1)
+    g, m, count = chain.g, chain.m, chain.v - 1 + entered
+    potentials = _invalid(chain.x, True).reshape(-1, g, m)
+    transitions = _invalid(chain.bulk.flatten(-2), chain.log_params).reshape(-1, g, 1)[:count].expand(count, g, m)
     if chain.ends is not None:
-        potentials = potentials & (steps < chain.ends[..., 0])
-        transitions = transitions & (steps[1 - entered :] < chain.ends[..., 0])
-    inside = potentials.any(0) | transitions.any(0)
-    return inside if entered else inside | start
+        inside = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1) < chain.ends[..., 0]
+        potentials, transitions = potentials & inside, transitions & inside[1 - entered :]
+    invalid = potentials.any(0) | transitions.any(0)
+    return invalid if entered else invalid | _invalid(chain.p0, chain.log_params).expand(chain.lead).reshape(g, m)
 
 
-def _wrong(weights: Tensor, log_params: bool) -> Tensor:
+def _invalid(weights: Tensor, log_params: bool) -> Tensor:
     """Whether weights (..., k) hold NaN or +inf, or a negative one that is no logarithm."""
-    wrong = ~(weights.amax(-1) < torch.inf)
-    return wrong if log_params else wrong | (weights.amin(-1) < 0)
+    invalid = ~(weights.amax(-1) < torch.inf)
+    return invalid if log_params else invalid | (weights.amin(-1) < 0)
 
 
-def without_states(chain: Chain, states: Tensor, lost: Tensor, entered: int = 0) -> Tensor:
-    """The states (..., g, m, steps), in place, with -1 after sequences' ends and where `lost` (..., g, m) holds.
+def without_states(chain: Chain, states: Tensor, masked: Tensor, entered: int = 0) -> Tensor:
+    """The states (..., g, m, steps), in place, with -1 after sequences' ends and in those that are masked (..., g, m).
 
     `entered`: see `unknown`.
     """
-    lost = lost[..., None]
+    masked = masked[..., None]
     if chain.ends is not None:
-        wrong = (chain.ends < 1 - entered) | (chain.ends > chain.v)  # on a GPU, lengths are not checked before
-        lost = lost | wrong | (torch.arange(states.shape[-1], device=states.device) >= chain.ends + entered)
-    return states.masked_fill_(lost, -1)
+        invalid = (chain.ends < 1 - entered) | (chain.ends > chain.v)  # on a GPU, lengths are not checked before
+        masked = masked | invalid | (torch.arange(states.shape[-1], device=states.device) >= chain.ends + entered)
+    return states.masked_fill_(masked, -1)

@@ -95,7 +95,7 @@ def short_of(
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
-        return kernels.short_calls().short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
+        return kernels.load("cpu.short").short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
     except (AttributeError, RuntimeError):  # an operand that is no dense tensor
         check_chain(x, bulk, p0)
         raise

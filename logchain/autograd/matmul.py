@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.plain import matmul as plain
-from ..kernels.plain.matmul_pieces import Groups
+from ..kernels.plain.matmul import Groups
 from ..rescues import report_outputs
 from .operator import Final, Saving, apply, as_one, call, if_needed, operator, stacked, transform
 
@@ -83,10 +83,10 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
     product: Tensor
     if kernels.on_gpu(a):
         groups = Groups.of(a, b)
-        matrices, rescued = kernels.log_matmul_kernels(a).forward(*_matrices(groups, a, b))
+        matrices, rescued = kernels.module("matmul", a).forward(*_matrices(groups, a, b))
         product = _ungrouped(matrices, groups.right_order, groups.shape)
     else:
-        product, rescued = kernels.log_matmul_kernels(a).forward(a, b)
+        product, rescued = kernels.module("matmul", a).forward(a, b)
     report_outputs(rescued)
     return product
 
@@ -94,7 +94,7 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
 def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
     if weight.numel() == 0:
         return torch.zeros_like(a) if need_a else a.new_empty(0), torch.zeros_like(b) if need_b else b.new_empty(0)
-    backend = kernels.log_matmul_kernels(a)
+    backend = kernels.module("matmul", a)
     if kernels.on_gpu(a):
         groups = Groups.of(a, b)
         left, right = _matrices(groups, a, b)

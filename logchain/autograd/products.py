@@ -63,7 +63,7 @@ def _forward(stack: Tensor, prefixes: bool) -> Tensor:
     result = _shape(stack, True)
     if result.numel():
         whole = sets(stack)
-        report_outputs(kernels.stack_kernels(stack).prefixes(whole, result.view(whole.shape)))
+        report_outputs(kernels.module("product", stack).prefixes(whole, result.view(whole.shape)))
     return result
 
 
@@ -72,7 +72,7 @@ def _product(stack: Tensor, *, inplace: bool) -> Tensor:
     if result.numel():
         whole, out = sets(stack), result.view(-1, *result.shape[-2:])
         own = inplace or whole.data_ptr() != stack.data_ptr()
-        report_outputs(kernels.stack_kernels(stack).write_product(whole, out, inplace=own))
+        report_outputs(kernels.module("product", stack).write_product(whole, out, inplace=own))
     return result
 
 
@@ -83,7 +83,7 @@ def _forward_(stack: Tensor) -> Tensor:
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
     result = stack.new_empty(stack.shape, dtype=grad.dtype)
     if result.numel():
-        whole, stacks = sets(stack), kernels.stack_kernels(stack)
+        whole, stacks = sets(stack), kernels.module("product", stack)
         write = stacks.prefixes_gradient if prefixes else stacks.product_gradient
         weight = grad.resolve_neg().reshape(whole.shape if prefixes else whole[:, 0].shape)
         write(weight, whole, result.view(whole.shape))

@@ -33,9 +33,9 @@ def packed_paths(packed: Chain, k: int | None) -> tuple[Tensor, Tensor, Tensor]:
     chain = PackedChain(detached).chain
     with kernels.arithmetic_on(chain.x):
         if k is None:
-            states, unknown = kernels.path_kernels(chain.x).paths(chain, len(chain.x))
+            states, unknown = kernels.module("viterbi", chain.x).paths(chain, len(chain.x))
         else:
-            states, unknown = kernels.topk_kernels(chain.x).paths(chain, len(chain.x), k)
+            states, unknown = kernels.module("topk_paths", chain.x).paths(chain, len(chain.x), k)
     unknown = unknown.view(-1)
     return states, packed_log_weight(packed, states).masked_fill(unknown, torch.nan), unknown
 
@@ -48,10 +48,10 @@ def _forward(
     v = x.shape[-2]
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     if k is None:
-        states, unknown = kernels.path_kernels(x).paths(chain, v)
+        states, unknown = kernels.module("viterbi", x).paths(chain, v)
         states = layout.states(states.view(*chain.lead, v))
     else:
-        ranked, unknown = kernels.topk_kernels(x).paths(chain, v, k)
+        ranked, unknown = kernels.module("topk_paths", x).paths(chain, v, k)
         states = layout.states(ranked.reshape(*chain.lead, k * v)).unflatten(-1, (k, v))
     return states.contiguous(), layout.batched(unknown).contiguous()
 

@@ -130,7 +130,8 @@ def viterbi(
 
     def scan(chain: Chain, entering: Tensor | None) -> Tensor:
         nonlocal messages
-        messages = kernels.path_messages(x)(chain, None if entering is None else entering.contiguous())
+        viterbi = kernels.load("cpu.viterbi" if kernels.in_c(x) else "plain.viterbi")
+        messages = viterbi.Messages(chain, None if entering is None else entering.contiguous())
         leaving: Tensor = messages.leaving.masked_fill(messages.unknown[..., None], torch.nan)
         return leaving
 
@@ -176,7 +177,7 @@ def sample(
             ends = None if chain.ends is None else chain.ends + 1
             chain = replace(chain, x=chain.x[:1].expand(chain.v + 1, *chain.x.shape[1:]), ends=ends)
         with kernels.arithmetic_on(x):
-            kernels.draw_kernels(x).draw(chain, kept, states)
+            kernels.module("sample", x).draw(chain, kept, states)
         part.ranks.exchange(-1, states[..., 0])
     return part.batched(states)[..., part.entered :].contiguous()
 

@@ -20,7 +20,7 @@ from ..autograd.scan import Steps
 from ..internals import is_exported, is_transformed
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.numbers import log_weights
-from ..kernels.structured import Factors, Stage, Structured
+from ..kernels.structured import Factors, Structured
 from ..operands import Operands as DenseOperands
 from ..transitions import Transition
 from ..transitions.dense import Dense
@@ -149,10 +149,7 @@ def check_operands(
 
 def is_blocks(pattern: object) -> bool:
     """Whether matrices are blocks along the diagonal."""
-    if not isinstance(pattern, Factors) or len(pattern.stages) > 1:
-        return False
-    (stage,) = pattern.stages
-    return stage == Stage(stage.axes, 0, 1, order=(0, 1)) and not pattern.diagonal
+    return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
 
 
 def multiplied_out(operands: Operands) -> Operands:

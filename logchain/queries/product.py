@@ -45,7 +45,8 @@ def log_norm(operands: Operands) -> Tensor:
 def _of_blocks(operands: Operands) -> Tensor:
     """The log-partition [*B] of blocks that do not mix: each is a chain of its own, with dense matrices."""
     x, transition, p0, ends, log_params = operands
-    ((count, size), *_), (blocks,) = transition.pattern.stages[0], transition.parameters
+    (blocks,) = transition.parameters
+    count, size = blocks.shape[-3:-1]
     sequences = x.unflatten(-1, (count, size)).movedim(-2, -3)  # [*B, blocks, v, size]
     lengths = None if ends is None else ends[..., None].expand(*ends.shape, count)
     chains = sequences, blocks.movedim(-3, -4), p0.unflatten(-1, (count, size)), lengths, log_params

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from .. import kernels
@@ -86,7 +87,8 @@ class Sizes:
         if self.gpu:
             sums = min(_COUNTS, steps * m // _COUNTED * matrices)
             return _WIDE * (values + 9 * (g * m * c + matrices) + sums)
-        threads, scratch = kernels.scratch_of_loops(steps, g, m, c, self.item, self.one_matrix)
+        dtype = torch.float64 if self.item == 8 else torch.float32
+        threads, scratch = map(int, kernels.load("cpu.arguments").scratch(steps, g, m, c, dtype, self.one_matrix))
         # threads that share a set of matrices each sum separate expected transitions
         sharing = threads if g == 1 else 1
         counts = _WIDE * matrices * (sharing + 2 if self.one_matrix else 1)

@@ -199,7 +199,7 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
     products, shift, of_rows = _products(cut)
     x = start.values.new_zeros(cut.chain.c).expand(cut.count + 1, *start.values.shape)
     between = Chain(x, products, start.values, None, True, torch.float64)
-    from_first = scan(between, keep=between.room(between.v))[0]
+    from_first = scan(between, keep=kernels.messages_of(between, between.v))[0]
     log_norm = _sum(start.scale, shift, from_first.log_norm.view(shift[:1].shape))
     recomputed[0] = head.redone
     if messages is None:
@@ -210,7 +210,7 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
     segments, _ = scan(cut.segments, cut.entering(arriving), keep=of_segments, leave=True)
     recomputed[1:] = cut.by_segment(segments.redone)
     reverse = replace(between, bulk=products.flip(0).mT, p0=torch.zeros_like(between.p0))
-    from_last = scan(reverse, keep=reverse.room(reverse.v))[0]
+    from_last = scan(reverse, keep=kernels.messages_of(reverse, reverse.v))[0]
     return log_norm, from_last.logs(slice(None)).flip(0).view(x.shape)
 
 

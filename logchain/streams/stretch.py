@@ -19,7 +19,7 @@ def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
     """The `kernels.cpu.stretch.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
     layout = Layout.of(x, bulk)
     chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, log_params, x.dtype)
-    return kernels.stretches().Stretch(chain)
+    return kernels.load("cpu.stretch").Stretch(chain)
 
 
 def in_place(x: Tensor, bulk: Tensor) -> bool:
@@ -46,7 +46,9 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
     if x.is_neg() or not kernels.in_c(x):
         return None
     places = x.shape, x.stride(), x.dtype, message.shape, bulk.shape, bulk.stride(), bulk.is_neg()
-    return kernels.cached((places, bulk.dtype, p0.dtype, log_params, torch.get_num_threads()), make)
+    return kernels.load("cpu.template").cached(
+        (places, bulk.dtype, p0.dtype, log_params, torch.get_num_threads()), make
+    )
 
 
 def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None) -> Message:
@@ -56,7 +58,7 @@ def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: T
     x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
     layout, places = Layout.of(x, bulk), [(one.shape, one.stride()) for one in (x, bulk, p0)]
     key = "stretch", *places, dtype, piece.log_params, torch.get_num_threads()
-    stretch = kernels.cached(key, lambda: stretch_of(x, bulk, p0, piece.log_params))
+    stretch = kernels.load("cpu.template").cached(key, lambda: stretch_of(x, bulk, p0, piece.log_params))
     ends = None if piece.counts is None else layout.grouped(piece.counts + 1).contiguous()
     linear = None if messages is None else x.new_empty(x.shape[-2] + 1, *layout.grid, x.shape[-1])
     redone = torch.empty(layout.grid, dtype=torch.bool, device=x.device)

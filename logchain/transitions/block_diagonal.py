@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels.structured import Factors, Stage
+from ..kernels.structured import Factor, Factors
 from .products import Product
 from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
@@ -38,7 +38,7 @@ class BlockDiagonal(Product):
             raise ValueError(f"blocks: expected square ones [..., A, B, B], got {list(blocks.shape)}")
         super().__init__(blocks)
         self.states = count * size
-        self.pattern = Factors((Stage((count, size), 0, 1, order=(0, 1)),))
+        self.pattern = Factors((Factor(size, size, blocks=count),))
 
     @property
     def blocks(self) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.structured import Factors, Stage
+from ..kernels.structured import Factor, Factors
 from .products import Product
 from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
@@ -45,8 +45,12 @@ class Kronecker(Product):
                 raise ValueError(f"matrices: expected square ones [..., c, c], got {list(matrix.shape)}")
         super().__init__(*matrices)
         sizes = tuple(matrix.shape[-1] for matrix in matrices)
-        self.states, self.own, order = math.prod(sizes), (2,) * len(sizes), tuple(range(len(sizes)))
-        self.pattern = Factors(tuple(Stage(sizes, None, axis, order=order) for axis in order))
+        self.states, self.own = math.prod(sizes), (2,) * len(sizes)
+        factors = (
+            Factor(size, size, math.prod(sizes[:place]), math.prod(sizes[place + 1 :]))
+            for place, size in enumerate(sizes)
+        )
+        self.pattern = Factors(tuple(factors))
 
     @property
     def mT(self) -> "Kronecker":

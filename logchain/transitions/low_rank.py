@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels.structured import Factors, Stage
+from ..kernels.structured import Factor, Factors
 from .products import Product
 from .semiring import LINEAR, LOG, Semiring
 from .transition import check_parameter, look_up, pick
@@ -48,7 +48,7 @@ class LowRank(Product):
                 raise ValueError(f"diagonal: expected [..., {c}] to go with left, got {list(diagonal.shape)}")
         super().__init__(left, right, *(() if diagonal is None else (diagonal,)))
         self.states, self.own = c, (2, 2, 1)[: len(self.parameters)]
-        self.pattern = Factors((Stage((c,), None, 0), Stage((r,), None, 0, transposed=True)), diagonal is not None)
+        self.pattern = Factors((Factor(c, r), Factor(r, c, transposed=True)), diagonal is not None)
 
     @property
     def left(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..kernels.structured import Factors, Stage
+from ..kernels.structured import Factor, Factors
 from .products import Product
 from .semiring import LINEAR, Semiring
 from .transition import check_parameter, look_up
@@ -50,8 +50,7 @@ class Monarch(Product):
             raise ValueError(f"right: expected {expected} to go with left {list(left.shape)}, got {list(right.shape)}")
         super().__init__(left, right)
         self.states = blocks * size
-        first = Stage((blocks, size), 0, 1, order=(1, 0))
-        self.pattern = Factors((first, Stage((middle, blocks), 0, 1, order=(0, 1))))
+        self.pattern = Factors((Factor(size, middle, blocks=blocks), Factor(blocks, last, blocks=middle)))
 
     @property
     def left(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Chains whose matrices are arcs, bands or products of factors, and a check of kernels against dense matrices."""
 
+import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from logchain import reference
 from logchain.kernels import use
-from logchain.kernels.structured import Arcs, Factors, Gradients, Stage, Structured, Walk
+from logchain.kernels.structured import Arcs, Factor, Factors, Gradients, Structured, Walk
 from logchain.queries import product
 from logchain.queries.operands import Operands
 from logchain.transitions import Banded, Sparse
@@ -51,24 +52,25 @@ def bands(c: int, *offsets: int) -> Kind:
 
 
 def low_rank(c: int, r: int, diagonal: bool = True) -> Kind:
-    stages = Stage((c,), None, 0), Stage((r,), None, 0, transposed=True)
-    return Kind(c, [(c, r), (c, r), *([(c,)] if diagonal else [])], Factors(stages, diagonal))
+    factors = Factor(c, r), Factor(r, c, transposed=True)
+    return Kind(c, [(c, r), (c, r), *([(c,)] if diagonal else [])], Factors(factors, diagonal))
 
 
 def block_diagonal(a: int, b: int) -> Kind:
-    return Kind(a * b, [(a, b, b)], Factors((Stage((a, b), 0, 1, order=(0, 1)),)))
+    return Kind(a * b, [(a, b, b)], Factors((Factor(b, b, blocks=a),)))
 
 
 def monarch(a: int, b: int, middle: int) -> Kind:
     last = a * b // middle
-    stages = Stage((a, b), 0, 1, order=(1, 0)), Stage((middle, a), 0, 1, order=(0, 1))
-    return Kind(a * b, [(a, b, middle), (middle, a, last)], Factors(stages))
+    factors = Factor(b, middle, blocks=a), Factor(a, last, blocks=middle)
+    return Kind(a * b, [(a, b, middle), (middle, a, last)], Factors(factors))
 
 
 def kronecker(*sizes: int) -> Kind:
-    order = tuple(range(len(sizes)))
-    stages = tuple(Stage(sizes, None, axis, order=order) for axis in order)
-    return Kind(torch.Size(sizes).numel(), [(size, size) for size in sizes], Factors(stages))
+    factors = (
+        Factor(size, size, math.prod(sizes[:place]), math.prod(sizes[place + 1 :])) for place, size in enumerate(sizes)
+    )
+    return Kind(math.prod(sizes), [(size, size) for size in sizes], Factors(tuple(factors)))
 
 
 KINDS = {
@@ -204,17 +206,17 @@ def dense(pattern: Any, logs: list[Tensor], c: int) -> Tensor:
             to = torch.arange(max(0, offset), c + min(0, offset))
             nothing[:, to - offset, to] = logs[0][:, band, to]
         return nothing
-    first = pattern.stages[0]
-    if first.block is None and len(first.axes) == 1:
+    first = pattern.factors[0]
+    if first.others == 1:
         matrix = _sum(logs[0][:, :, None] + logs[1][:, None], 3)
         if not pattern.diagonal:
             return matrix
         return _sum(torch.stack([matrix, nothing.diagonal_scatter(logs[2], 0, 1, 2)]), 0)
-    if len(pattern.stages) == 1:
+    if len(pattern.factors) == 1:
         places = torch.arange(c).view(logs[0].shape[1:3])
         nothing[:, places[:, :, None], places[:, None]] = logs[0]
         return nothing
-    if first.block == 0:
+    if first.blocks:
         return (logs[0][..., None] + logs[1].transpose(1, 2)[:, :, None]).reshape(n, c, c)
     matrix = logs[0]
     for factor in logs[1:]:

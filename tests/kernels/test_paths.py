@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from logchain.autograd.paths import log_weight
+from logchain.kernels import messages_of
 from logchain.kernels.chain import Chain
 from logchain.kernels.cpu import arguments, team
 from logchain.kernels.message import Kept
@@ -44,7 +45,7 @@ def answer(where, question, chain, steps, count=3, numbers=None):
         return paths.paths(chain, steps)
     if question == "topk_paths":
         return paths.paths(chain, steps, count)
-    kept = room("cpu", "forward").forward(chain, keep=chain.room(chain.v))[0]
+    kept = room("cpu", "forward").forward(chain, keep=messages_of(chain, chain.v))[0]
     states = (numbers_for(chain, steps, count) if numbers is None else numbers).clone().view(torch.int64)
     paths.draw(chain, kept, states)
     return states, ~(kept.log_norm < INF)
@@ -134,7 +135,7 @@ def test_messages_that_are_logarithms_all_of_them(name, where):
     draw = room(where, "sample").draw
     for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
         chain = arranged(given, [5, 1, 3])
-        kept = plain_forward(chain, keep=chain.room(chain.v))[0]
+        kept = plain_forward(chain, keep=messages_of(chain, chain.v))[0]
         logs = torch.where(kept.redone[..., None], kept.messages, kept.messages.log())
         one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
         draw(chain, kept, one)

@@ -8,14 +8,14 @@
 #include "backward.h"
 
 /* The mean of c logarithms, or of those of weights, `step` apart, less those of `minus`, under shares that need not add up
-   to 1; 0 if there are none. `raised`: shares are those of loops. */
-static double mean_of(const Chain *a, int are_logs, int raised, const real *from, int64_t step, const real *minus,
+   to 1; 0 if there are none. */
+static double mean_of(const Chain *a, int are_logs, const real *from, int64_t step, const real *minus,
                       int64_t minus_step, real *shares) {
     reals sum = {0}, all = {0};
     for (int64_t j = 0, c = a->states; j < c; j += LANES) {
         reals share = row_of_logs(1, shares + j, 1, c - j), terms = row_of_logs(are_logs, from + j * step, step, c - j);
         reals deep = terms - LOG_DEEPEST;
-        if (are_logs && raised && any((share > 0) & (deep < 0))) {
+        if (are_logs && any((share > 0) & (deep < 0))) {
             share *= where(deep < LOG_DEEPEST, (reals){0}, exponential(smaller(deep, (reals){0}), NO_TAIL));
             store_some(shares + j, share, c - j);
         }
@@ -26,23 +26,20 @@ static double mean_of(const Chain *a, int are_logs, int raised, const real *from
     return whole_sum > 0 ? (double)total(sum) / (double)whole_sum : 0;
 }
 
-/* log Z and `means` of a thread's sequences; posteriors are left in grad_x. Without counts, means of lossy sequences are
-   NaN. With counts all sequences are marked as lossy, and log P is not in the means: the counts are left to the caller. */
+/* log Z and `means` of a thread's sequences, NaN for lossy ones; posteriors are left in grad_x. */
 EXPORT int64_t EXPORTED(logchain_means)(const Chain *a) {
-    int exact = a->counts || a->grad_bulk.data;
-    int64_t forward = exact ? EXPORTED(logchain_redo_forward)(a) : EXPORTED(logchain_forward)(a);
-    int64_t backward = exact ? EXPORTED(logchain_redo_backward)(a) : EXPORTED(logchain_backward)(a);
+    int64_t forward = EXPORTED(logchain_forward)(a), backward = EXPORTED(logchain_backward)(a);
     const Chain *second = a->means.less;
     for (int64_t place = a->first; place < a->last && a->room; place++) {
         int64_t q = sequence_in(a, place);
-        if (a->lossy[q] && !exact) a->means.data[q] = (double)__builtin_nanf("");
+        if (a->lossy[q]) a->means.data[q] = (double)__builtin_nanf("");
         if (!has_gradient(a, q) || a->means.data[q] != a->means.data[q]) continue;
         double sum = 0; /* small, and log P may be large */
         for (int64_t step = 0; step < steps_of(a, q); step++) {
             const real *minus = second ? x_at(second, q, step) : 0;
-            sum += mean_of(a, 1, !exact, x_at(a, q, step), 1, minus, 1, gradient_at(a, q, step));
+            sum += mean_of(a, 1, x_at(a, q, step), 1, minus, 1, gradient_at(a, q, step));
         }
-        sum += mean_of(a, (int)a->logarithms, !exact, p0_at(a, q), a->p0.step, second ? p0_at(second, q) : 0,
+        sum += mean_of(a, (int)a->logarithms, p0_at(a, q), a->p0.step, second ? p0_at(second, q) : 0,
                        second ? second->p0.step : 0, gradient_at(a, q, 0));
         a->means.data[q] += sum;
     }

@@ -4,7 +4,7 @@
 
    A node is a matrix V of numbers near 2^CENTER or less. Its logarithms are log V_ij + (v_i - CENTER) log 2 + offset,
    and `base` log 2 is part of the offset. Mostly all exponents v of rows are 0, and A' is A. The tree is that of
-   `reduction` in kernels/order.py, depth first. With w the gradients of a product's logarithms, G = w / V, or 0 where
+   `write_product` in kernels/tree.py, depth first. With w the gradients of a product's logarithms, G = w / V, or 0 where
    V is:
 
        W_ij = G_ij 2^(CENTER - h)      G of A = (W B^T) 2^-CENTER A' / A      G of B = (A'^T W) 2^-CENTER

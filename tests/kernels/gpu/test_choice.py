@@ -47,7 +47,7 @@ def fake(kernels, monkeypatch):
 
 def matmul():
     a = torch.zeros(2, 3, 3)
-    torch.testing.assert_close(devices.log_matmul_kernels(a).forward(a, a)[0].exp(), torch.full_like(a, 3.0))
+    torch.testing.assert_close(devices.module("matmul", a).forward(a, a)[0].exp(), torch.full_like(a, 3.0))
 
 
 def test_use_in_contexts_and_calls_restores_former_choice():
@@ -188,7 +188,11 @@ def test_backward_by_a_backend_that_forward_did_not_use_is_exact(order, subject,
 
 def test_tree_that_does_not_compile_computes_with_torch(fake):
     stack, weight, out = torch.randn(2, 5, 3, 3), torch.rand(2, 3, 3), torch.empty(2, 3, 3)
-    stacks, into, expected = devices.stack_kernels(stack), torch.full_like(stack, torch.nan), torch.empty_like(stack)
+    stacks, into, expected = (
+        devices.module("product", stack),
+        torch.full_like(stack, torch.nan),
+        torch.empty_like(stack),
+    )
     plain_product.product_gradient(weight, stack, expected)
     fake("product", product_gradient=RESOURCES, write_product=RESOURCES)
     with devices.use("plain"):
