@@ -2,9 +2,9 @@
 
 `LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a schedule, which computes their
 log-partition and its gradients: short chains, checkpoints and packed sequences of dense matrices, and structures.
-`LogNorm`, with the derivative `Gradient`, takes dense matrices, also inside torch.compile and torch.func, where its
-operator `logchain::log_norm` is called instead. In either the gradients are posterior marginals, computed by a backward
-pass from the operands and what the schedule keeps, which are the forward messages or some of them.
+The operators of `chain_operators` take dense matrices, also inside torch.compile and torch.func. In either the
+gradients are posterior marginals, computed by a backward pass from the operands and what the schedule keeps, which are
+the forward messages or some of them.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,8 @@ from ..schedules.checkpoints import Checkpoints
 from ..schedules.packed import PackedChain
 from ..transitions.dense import Dense
 from . import chain_operators as operators
-from .chain_functions import Gradient, LogNorm
 from .chain_operators import Saved
-from .operator import IMPLEMENTATIONS, Final, apply, call, if_needed
+from .operator import Final, apply, if_needed
 from .scan import Steps, second_derivatives, total
 
 # which tensors need a gradient, and the gradients
@@ -50,15 +49,10 @@ def log_norm(
     `schedule` None is the one that `choose` finds.
     """
     schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
-    # while torch.compile traces, tensors of torch.func say that they need no gradient
-    keep = differentiated(x, bulk, p0) or (torch.compiler.is_compiling() and is_transformed())
-    arguments = x, bulk, p0, lengths, log_params, keep, *schedule
-    value: Tensor
-    if keep or not is_plain(arguments):
-        value = apply(LogNorm, operators.log_norm, *arguments)[0]
-        return value.to(dtype, copy=True)  # the Function may have saved the value, which the caller may change
-    value = IMPLEMENTATIONS["log_norm"](*arguments)[0]
-    return value.to(dtype)
+    # tensors of torch.func may say that they need no gradient
+    keep = differentiated(x, bulk, p0) or (torch.is_grad_enabled() and is_transformed())
+    value: Tensor = operators.log_norm(x, bulk, p0, lengths, log_params, keep, *schedule)[0]
+    return value.to(dtype, copy=keep)  # autograd may have saved the value, which the caller may change
 
 
 def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, operators.Gradients]:
@@ -69,18 +63,18 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     """
     *tensors, log_params = operands
     schedule = choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
-    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, *schedule))
+    saved = Saved(*operators.log_norm(*operands, True, *schedule))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight
     by_log = True
     options = log_params, by_log, *needs, *schedule
-    return saved.log_norm, apply(Gradient, operators.log_norm_backward, weight, *tensors, *saved, *options)
+    return saved.log_norm, operators.log_norm_backward(weight, *tensors, *saved, *options)
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
     """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands; see `short_of`."""
     value: Tensor
     if keep:
-        value = call(LogPartition, _Short(short, log_params), x, bulk, p0)
+        value = apply(LogPartition, _Short(short, log_params), x, bulk, p0)
         return value
     value, _, recomputed = short.value(x, bulk, p0, False)
     report_chains(recomputed)
@@ -98,7 +92,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     if x.numel() == 0 or not has_values(p0):  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
     schedule = _Checkpoints(lengths, log_params, every, progress)
-    value: Tensor = call(LogPartition, schedule, x, bulk, p0) if keep else schedule.forward(x, bulk, p0, keep=False)[0]
+    value: Tensor = apply(LogPartition, schedule, x, bulk, p0) if keep else schedule.forward(x, bulk, p0, keep=False)[0]
     return value
 
 
@@ -108,7 +102,7 @@ def packed_log_norm(packed: Chain) -> Tensor:
         return packed.by_sequence(packed.map(lambda operands: log_norm(*operands.dense)))
     tensors = packed.operands.tensors
     if differentiated(*tensors):
-        value: Tensor = call(LogPartition, _Rows(packed), *tensors)
+        value: Tensor = apply(LogPartition, _Rows(packed), *tensors)
         return value
     return PackedChain(packed).forward(False).log_norm.view(-1)
 
@@ -141,7 +135,7 @@ class LogPartition(torch.autograd.Function):
         kernels.check_forward_choice(ctx.choice, grad)
         schedule, needs, saved = ctx.schedule, ctx.needs_input_grad[1:], ctx.saved_tensors
         if torch.is_grad_enabled() and is_plain((grad,)):
-            return None, *call(Posteriors, schedule, needs, grad, *saved)
+            return None, *apply(Posteriors, schedule, needs, grad, *saved)
         return None, *schedule.gradients(saved[: len(needs)], saved[len(needs) :], grad, needs)
 
 
@@ -158,14 +152,12 @@ class Posteriors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        second = call(Covariances, ctx.schedule, *ctx.saved_tensors, *tangents)
+        second = apply(Covariances, ctx.schedule, *ctx.saved_tensors, *tangents)
         return None, None, *second, *(None,) * ctx.residuals
 
 
 class Covariances(Final):
     """schedule, grad, *tensors, *tangents -> the gradients of `sum(posteriors * tangents)` by grad and the tensors."""
-
-    refusal = "logchain: expected at most two derivatives, got a third"
 
     @staticmethod
     def forward(schedule: Schedule, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -190,7 +182,7 @@ class _Short(NamedTuple):
         norm, messages, recomputed = self.short.parts(saved[0], operands[0])
         parts = Saved(norm, messages, messages.new_empty(0), recomputed)
         options = self.log_params, False, *needs, *choose.SEQUENTIAL
-        return if_needed(call(Gradient, grad, *operands, None, *parts, *options), needs)
+        return if_needed(operators.log_norm_backward(grad, *operands, None, *parts, *options), needs)
 
     def log_norm(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
         return total(Steps(x, Dense(bulk), p0, None, self.log_params))

@@ -12,23 +12,27 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..operands import is_plain
 from ..rescues import report_outputs
 from .matmul import log_matmul
-from .operator import Saving, apply, call, operator, stacked, transform
+from .operator import Saving, operator
 
 
 def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
-    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites.
+    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites in eager mode.
 
     Arguments have been checked.
     """
-    result: Tensor = _log_product_(stack) if inplace else apply(_Products, _log_products, stack, False)
+    if inplace and is_plain((stack,)) and not stack.is_meta:
+        with kernels.arithmetic_on(stack):
+            return _product(stack, inplace=True)
+    result: Tensor = _log_products(stack, False)
     return result
 
 
 def log_prefixes(stack: Tensor) -> Tensor:
     """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
-    result: Tensor = apply(_Products, _log_products, stack, True)
+    result: Tensor = _log_products(stack, True)
     return result
 
 
@@ -37,11 +41,7 @@ class _Products(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return call(_Gradient, grad, *ctx.saved_tensors, *ctx.options), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], stack: Tensor, prefixes: bool) -> tuple[Tensor, int]:
-        return call(_Products, stack.movedim(in_dims[0], 0), prefixes), 0
+        return _log_products_backward(grad, *ctx.saved_tensors, *ctx.options), None
 
 
 class _Gradient(Saving):
@@ -51,10 +51,6 @@ class _Gradient(Saving):
     def backward(ctx: Any, along: Tensor) -> tuple[Tensor | None, ...]:
         (grad, stack), (prefixes,) = ctx.saved_tensors, ctx.options
         return (*_by_composition(grad, stack, prefixes, along), None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return call(_Gradient, *stacked(info.batch_size, in_dims, args[:2]), args[2]), 0
 
 
 def _forward(stack: Tensor, prefixes: bool) -> Tensor:
@@ -74,10 +70,6 @@ def _product(stack: Tensor, *, inplace: bool) -> Tensor:
         own = inplace or whole.data_ptr() != stack.data_ptr()
         report_outputs(kernels.stack_kernels(stack).write_product(whole, out, inplace=own))
     return result
-
-
-def _forward_(stack: Tensor) -> Tensor:
-    return _product(stack, inplace=True)
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
@@ -146,10 +138,7 @@ def _no_gradient_at_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, -math.inf)
 
 
-_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape)
-_log_product_ = operator("log_product_(Tensor(a!) stack) -> Tensor", _forward_, _shape)
+_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape, _Products)
 _log_products_backward = operator(
-    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape
+    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape, _Gradient
 )
-transform("log_products", _Products)
-transform("log_products_backward", _Gradient)

@@ -180,10 +180,14 @@ def backward_messages(steps: Steps) -> list[Tensor]:
 
 
 def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B]."""
+    """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
+
+    Entries that are -inf have gradient 0.
+    """
     messages, backward = list(forward_messages(steps)), backward_messages(steps)
     forward, log_norm = [message.logs for message in messages], _sum(steps, messages[-1], LOG)
     first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
+    first, last = (each.masked_fill(each == -math.inf, -math.inf) for each in (first, last))
     return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
 
 

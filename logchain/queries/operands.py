@@ -15,7 +15,7 @@ from ..arguments import (
     check_tensor,
     has_values,
 )
-from ..autograd.operator import checked_values
+from ..autograd.operator import operator
 from ..autograd.scan import Steps
 from ..internals import is_exported, is_transformed
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
@@ -47,10 +47,13 @@ class Operands(NamedTuple):
 
     @property
     def dense(self) -> DenseOperands | None:
-        """The operands with a tensor in place of a dense transition; None for a structure."""
+        """The operands with matrices [*B or ones, s, c, c] in place of a dense transition; None for a structure."""
         if not isinstance(self.transition, Dense):
             return None
-        return DenseOperands(self.x, self.transition.parameters[0], self.p0, self.lengths, self.log_params)
+        (bulk,), p0, axes = self.transition.parameters, self.p0, self.x.dim()
+        bulk = bulk if bulk.dim() > axes else bulk[(None,) * (axes + 1 - bulk.dim())]
+        p0 = p0 if p0.dim() >= axes - 1 else p0[(None,) * (axes - 1 - p0.dim())]
+        return DenseOperands(self.x, bulk, p0, self.lengths, self.log_params)
 
     def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
         """The operands with other tensors of the same shapes."""
@@ -71,6 +74,12 @@ class Operands(NamedTuple):
         parameters, pattern = self.transition.to_pattern(tuple(values)), self.transition.pattern
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
+
+    def with_checked_lengths(self) -> "Operands":
+        """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
+        if self.lengths is None:
+            return self
+        return self._replace(lengths=checked(self.lengths, self.x.shape[-2], "lengths"))
 
     def steps(self, *, entered: bool = False) -> Steps:
         """The operands as the differentiable scan takes them."""
@@ -173,9 +182,24 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
         )
 
 
-def _check_lengths(lengths: Tensor, v: int) -> None:
-    if not on_gpu(lengths):
-        check_lengths(lengths, v)
+def _check(values: Tensor, size: int, name: str) -> None:
+    if on_gpu(values) or values.numel() == 0:
+        return
+    if name == "lengths":
+        check_lengths(values, size)
+        return
+    low, high = (int(bound) for bound in torch.aminmax(values))
+    if low < -1 or high >= size:
+        raise ValueError(f"states: expected values from -1 to c - 1 = {size - 1}, got {low} to {high}")
 
 
-checked_lengths = checked_values("checked_lengths", _check_lengths)
+def _checked(values: Tensor, size: int, name: str) -> Tensor:
+    _check(values, size, name)
+    return values.clone()
+
+
+# a copy of `lengths` of at most v = `size`, or of `states` below c = `size`; raises ValueError for others, except on a
+# GPU. It is an operator since values cannot be read where torch traces or maps a call.
+checked = operator(
+    "checked(Tensor values, SymInt size, str name) -> Tensor", _checked, lambda values, *_: torch.empty_like(values)
+)

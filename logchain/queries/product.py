@@ -15,7 +15,7 @@ from ..arguments import check_choice, has_values
 from ..autograd.chain import LogPartition
 from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.chain import posteriors as dense_posteriors
-from ..autograd.operator import call
+from ..autograd.operator import apply
 from ..autograd.scan import total
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Gradients, Walk
@@ -40,7 +40,7 @@ def log_norm(operands: Operands) -> Tensor:
         return _of_blocks(operands)
     if not differentiated(*operands.tensors):
         return forward(operands, False).log_norm
-    value: Tensor = call(LogPartition, _Structure(operands.skeleton()), *operands.tensors)
+    value: Tensor = apply(LogPartition, _Structure(operands.skeleton()), *operands.tensors)
     return value
 
 
