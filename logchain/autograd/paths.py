@@ -50,9 +50,7 @@ def sum_of_logs(terms: Tensor, *, exact: bool) -> Tensor:
 
 def packed_log_weight(chain: Chain, states: Tensor) -> Tensor:
     """The `log_weight` [*S, n] of paths [*S, total] of packed sequences with dense matrices."""
-    dense = chain.operands.dense
-    assert dense is not None
-    x, bulk, p0, _, log_params = dense
+    x, bulk, p0, _, log_params = chain.operands.dense
     n, rows = len(chain.lengths), torch.arange(len(x), device=x.device)
     sequence = torch.repeat_interleave(chain.lengths).to(x.device)  # (total)
     first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, chain.starts.to(x.device), True)

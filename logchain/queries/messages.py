@@ -21,8 +21,7 @@ def messages(operands: Operands) -> Messages:
     """
     if differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed()):
         return _by_scan(operands)
-    dense = operands.dense
-    results = operands.in_c("messages") if dense is None else _messages(*dense)
+    results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
     if results is None:
         return _by_scan(operands)
     forward, backward, log_norm = (each.to(operands.dtype) for each in results)

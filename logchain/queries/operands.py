@@ -22,6 +22,7 @@ from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Factors, Stage, Structured
 from ..operands import Operands as DenseOperands
+from ..operands import is_plain
 from ..transitions import Transition
 from ..transitions.dense import Dense
 
@@ -46,13 +47,17 @@ class Operands(NamedTuple):
         return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
     @property
-    def dense(self) -> DenseOperands | None:
-        """The operands with matrices [*B or ones, s, c, c] in place of a dense transition; None for a structure."""
-        if not isinstance(self.transition, Dense):
-            return None
-        (bulk,), p0, axes = self.transition.parameters, self.p0, self.x.dim()
-        bulk = bulk if bulk.dim() > axes else bulk[(None,) * (axes + 1 - bulk.dim())]
-        p0 = p0 if p0.dim() >= axes - 1 else p0[(None,) * (axes - 1 - p0.dim())]
+    def is_dense(self) -> bool:
+        """Whether the transition is dense."""
+        return isinstance(self.transition, Dense)
+
+    @property
+    def dense(self) -> DenseOperands:
+        """The operands with matrices in place of a dense transition."""
+        (bulk,), p0 = self.transition.parameters, self.p0
+        if not is_plain(self.tensors):  # the rule for vmap takes operands that have all batch axes
+            bulk = bulk[(None,) * (self.x.dim() + 1 - bulk.dim())]
+            p0 = p0[(None,) * (self.x.dim() - 1 - p0.dim())]
         return DenseOperands(self.x, bulk, p0, self.lengths, self.log_params)
 
     def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":

@@ -31,7 +31,7 @@ Needs = tuple[bool, bool, bool]
 
 def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
-    if operands.dense is not None:
+    if operands.is_dense:
         return dense_log_norm(*operands.dense)
     if operands.x.numel() == 0:  # nothing but a graph
         nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
@@ -63,9 +63,8 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     They are gradients with respect to x and to logarithms of parameters and p0, of the dtype of the arithmetic, and
     differentiable once.
     """
-    if operands.dense is not None:
+    if operands.is_dense:
         wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
-        assert wide.dense is not None
         value, (x, bulk, p0) = dense_posteriors(wide.dense, needs)
         return value, Gradients(x, (bulk,), p0)
     if operands.x.numel() == 0:
