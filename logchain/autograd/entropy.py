@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.numbers import log_weights
 from ..kernels.plain import entropy as formula
 from ..operands import Operands, chain_of
 from ..rescues import report_chains
 from .chain import posteriors
 from .chain_operators import log_norm_second
 from .operator import if_needed, operator
-from .paths import finite_log
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
@@ -84,8 +84,8 @@ def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None
 
 
 def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weights:
-    """The logarithms of all weights in float64, with 0 for -inf and for NaN."""
-    return finite_log(x, True), finite_log(bulk, log_params), finite_log(p0, log_params)
+    """The logarithms of all weights in float64."""
+    return x.double(), log_weights(bulk, log_params, torch.float64), log_weights(p0, log_params, torch.float64)
 
 
 def _chains(operands: Sequence[Tensor]) -> list[Weights]:

@@ -67,23 +67,15 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
         wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
         value, (x, bulk, p0) = dense_posteriors(wide.dense, needs)
         return value, Gradients(x, (bulk,), p0)
-    if operands.x.numel() == 0:
-        value = log_norm(operands)
-        # a sum of nothing, with the graph of a sum
-        none = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
-        x, p0, *parameters = (one + value.sum() for one in none)
-        return value, Gradients(x, tuple(parameters), p0)
-    blocks, again = is_blocks(operands.transition.pattern), differentiated(*operands.tensors)
-    if not (blocks or again):
+    direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
+    again = differentiated(*operands.tensors)
+    if direct and not again:
         walk = forward(operands, True)
         return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
     with torch.enable_grad():
         logs = _logarithms(operands)
-        value = _of_blocks(logs) if blocks else total(logs.steps())
-        grads = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, allow_unused=True)
-        x, p0, *parameters = (
-            torch.zeros_like(one) if grad is None else grad for one, grad in zip(logs.tensors, grads, strict=True)
-        )
+        value = log_norm(logs)
+        x, p0, *parameters = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, materialize_grads=True)
     return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
 
 
@@ -92,22 +84,16 @@ def forward(operands: Operands, keep: bool) -> Walk:
     if not has_values(operands.x):
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
         return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
-    walk = _forward(operands, keep)
-    report_chains(walk.flagged)
-    return walk
-
-
-def _forward(operands: Operands, keep: bool) -> Walk:
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
     with kernels.arithmetic_on(operands.x), torch.no_grad():
         walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
         if walk is None:
             value = total(operands.steps()).contiguous()
-            return Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
-        chosen = _chosen(walk.flagged)
-        if len(chosen):
+            walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
+        elif len(chosen := _chosen(walk.flagged)):
             walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
-        return walk
+    report_chains(walk.flagged)
+    return walk
 
 
 def _chosen(mask: Tensor) -> Tensor:
@@ -120,10 +106,6 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
     if not has_values(operands.x):
         x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
         return Gradients(x, tuple(parameters), p0)
-    return _backward(operands, walk, weight, needs, by_log)
-
-
-def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
     with kernels.arithmetic_on(operands.x):
         gradients: Gradients | None = None
