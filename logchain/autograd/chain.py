@@ -62,12 +62,11 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
     *tensors, log_params = operands
-    schedule = choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
+    by_log, schedule = True, choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
     saved = Saved(*operators.log_norm(*operands, True, *schedule))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight
-    by_log = True
-    options = log_params, by_log, *needs, *schedule
-    return saved.log_norm, operators.log_norm_backward(weight, *tensors, *saved, *options)
+    gradients = operators.log_norm_backward(weight, *tensors, *saved, log_params, by_log, *needs, *schedule)
+    return saved.log_norm, gradients
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
@@ -91,6 +90,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
     if x.numel() == 0 or not has_values(p0):  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
+    lengths = None if lengths is None else lengths.clone()  # the caller may change them before the backward pass
     schedule = _Checkpoints(lengths, log_params, every, progress)
     value: Tensor = apply(LogPartition, schedule, x, bulk, p0) if keep else schedule.forward(x, bulk, p0, keep=False)[0]
     return value

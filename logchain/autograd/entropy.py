@@ -75,7 +75,7 @@ def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None
     counts = [one - other for one, other in zip(under_q, under_p, strict=True)]
     if log_params:
         return counts
-    # 0 also where the weight is NaN behind a sequence's end
+    # 0 also where the weight is NaN past a sequence's end
     weighted = (
         torch.where((weight == 0) | (count == 0), 0.0, count / weight)
         for count, weight in zip(counts[1:], q[1:], strict=True)

@@ -1,4 +1,4 @@
-"""The log-weight of a given state path, by lookups and a sum, which torch's autograd differentiates."""
+"""The log-weight of a state path, by lookups and a sum, which torch's autograd differentiates."""
 
 from collections.abc import Callable
 
@@ -81,6 +81,6 @@ def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[T
     if not exact:
         return torch.where(impossible, -torch.inf, total(terms))
     size = total(terms.detach().abs())
-    ahead = of_terms(1.5 * (size.log2().ceil() + 2).exp2())
-    high = ((terms.detach() + ahead) - ahead).masked_fill(ahead == torch.inf, 0.0)
+    large = of_terms(1.5 * (size.log2().ceil() + 2).exp2())
+    high = ((terms.detach() + large) - large).masked_fill(large == torch.inf, 0.0)
     return torch.where(impossible, -torch.inf, total(high) + total(terms - high))

@@ -25,7 +25,7 @@ def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
     """
     if inplace and is_plain((stack,)) and not stack.is_meta:
         with kernels.arithmetic_on(stack):
-            return _product(stack, inplace=True)
+            return _forward(stack, False, inplace=True)
     result: Tensor = _log_products(stack, False)
     return result
 
@@ -53,36 +53,30 @@ class _Gradient(Saving):
         return (*_by_composition(grad, stack, prefixes, along), None)
 
 
-def _forward(stack: Tensor, prefixes: bool) -> Tensor:
-    if not prefixes:
-        return _product(stack, inplace=False)
-    result = _shape(stack, True)
+def _forward(stack: Tensor, prefixes: bool, *, inplace: bool = False) -> Tensor:
+    result = _shape(stack, prefixes)
     if result.numel():
-        whole = sets(stack)
-        report_outputs(kernels.stack_kernels(stack).prefixes(whole, result.view(whole.shape)))
-    return result
-
-
-def _product(stack: Tensor, *, inplace: bool) -> Tensor:
-    result = _shape(stack)
-    if result.numel():
-        whole, out = sets(stack), result.view(-1, *result.shape[-2:])
-        own = inplace or whole.data_ptr() != stack.data_ptr()
-        report_outputs(kernels.stack_kernels(stack).write_product(whole, out, inplace=own))
+        whole, backend = sets(stack), kernels.stack_kernels(stack)
+        if prefixes:
+            rescued = backend.prefixes(whole, result.view(whole.shape))
+        else:
+            out, is_copy = result.view(-1, *result.shape[-2:]), whole.data_ptr() != stack.data_ptr()
+            rescued = backend.write_product(whole, out, inplace=inplace or is_copy)
+        report_outputs(rescued)
     return result
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
     result = stack.new_empty(stack.shape, dtype=grad.dtype)
     if result.numel():
-        whole, stacks = sets(stack), kernels.stack_kernels(stack)
-        write = stacks.prefixes_gradient if prefixes else stacks.product_gradient
+        whole, backend = sets(stack), kernels.stack_kernels(stack)
+        write = backend.prefixes_gradient if prefixes else backend.product_gradient
         weight = grad.resolve_neg().reshape(whole.shape if prefixes else whole[:, 0].shape)
         write(weight, whole, result.view(whole.shape))
     return result.to(stack.dtype)
 
 
-def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:
+def _shape(stack: Tensor, prefixes: bool) -> Tensor:
     """Memory for the products, unwritten: float64 for a stack in float64, otherwise float32."""
     shape = stack.shape if prefixes else stack.shape[:-3] + stack.shape[-2:]
     return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))

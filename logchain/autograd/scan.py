@@ -39,22 +39,9 @@ class Message(NamedTuple):
 class Steps:
     """A chain in float64 logarithms, by steps: g sets of m sequences that share parameters, c states.
 
-    Args:
-        x: log-potentials [*B, v, c].
-        transition: parameters [*B or ones, s, *own], of which leading axes may be missing.
-        p0: initial weights [*B or ones, c], likewise.
-        lengths: int64 [*B], or None for v.
-        log_params: whether parameters and p0 are logarithms.
-        entered: whether a message enters, in place of p0; then the first matrix leads into the first step.
-        fresh: bool [*B], sequences that start with p0 although a message enters; None: no sequence does.
-
-    Attributes:
-        layout: the order of sequences.
-        shape: that of a message, (g, m, c).
-        v: the number of steps.
-        device: that of all tensors.
-        ends: the number of steps of each sequence (g, m, 1), or None.
-        fresh: whether a sequence starts with p0 (g, m, 1), or None.
+    Operands are those of queries, of which leading axes may be missing; `shape` is that of a message, (g, m, c).
+    `entered`: a message enters, in place of p0, and the first matrix leads into the first step. `fresh` [*B]: sequences
+    that start with p0 all the same.
     """
 
     def __init__(

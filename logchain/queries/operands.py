@@ -69,9 +69,10 @@ class Operands(NamedTuple):
         return self.of(*(tensor.detach() for tensor in self.tensors))
 
     def skeleton(self) -> "Operands":
-        """All but the tensors, which `of` puts back."""
+        """All but the tensors, which `of` puts back, with a copy of lengths, which the caller may change."""
         nothing: Any = None
-        return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
+        lengths = None if self.lengths is None else self.lengths.clone()
+        return Operands(nothing, self.transition.with_parameters(), nothing, lengths, self.log_params)
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as kernels take them; see `Structured.by_log`."""
@@ -187,19 +188,13 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
         )
 
 
-def _check(values: Tensor, size: int, name: str) -> None:
-    if on_gpu(values) or values.numel() == 0:
-        return
-    if name == "lengths":
-        check_lengths(values, size)
-        return
-    low, high = (int(bound) for bound in torch.aminmax(values))
-    if low < -1 or high >= size:
-        raise ValueError(f"states: expected values from -1 to c - 1 = {size - 1}, got {low} to {high}")
-
-
 def _checked(values: Tensor, size: int, name: str) -> Tensor:
-    _check(values, size, name)
+    if not on_gpu(values) and name == "lengths":
+        check_lengths(values, size)
+    elif not on_gpu(values) and values.numel():
+        low, high = (int(bound) for bound in torch.aminmax(values))
+        if low < -1 or high >= size:
+            raise ValueError(f"states: expected values from -1 to c - 1 = {size - 1}, got {low} to {high}")
     return values.clone()
 
 
