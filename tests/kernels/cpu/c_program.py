@@ -7,6 +7,7 @@ import struct
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +27,18 @@ def compile_program(target: build.Target, level: str, into: Path) -> list[str]:
     return [qemu, str(file)] if emulated else [str(file)]
 
 
+def offset_of(struct: Any, field: str) -> int:
+    """The place of a field in a struct, or of a field of one of its own structs."""
+    name, _, part = field.partition(".")
+    inner = dict(struct._fields_).get(name)
+    return getattr(struct, name).offset + (offset_of(inner, part) if part else 0)
+
+
 def run(
     command: list[str], name: str, argument: ctypes.Structure, buffers: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """What the function of that name leaves in buffers, to which the fields of their names in its struct point."""
-    where = [(getattr(type(argument), field).offset, array.nbytes) for field, array in buffers.items()]
+    """What the function of that name leaves in buffers, to which fields of its struct point, or parts of these."""
+    where = [(offset_of(type(argument), field), array.nbytes) for field, array in buffers.items()]
     head = struct.pack("=64sqq", name.encode(), ctypes.sizeof(argument), len(buffers))
     sizes = b"".join(struct.pack("=qq", *pair) for pair in where)
     sent = head + sizes + bytes(argument) + b"".join(array.tobytes() for array in buffers.values())

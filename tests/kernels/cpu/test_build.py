@@ -163,9 +163,14 @@ def chain_of(dtype, c, steps=7, members=3):
     bulk += np.eye(c, dtype=dtype)
     if c > 1:
         bulk[1, 0, -1] = np.finfo(dtype).tiny / 4
-    sizes = {"steps": steps, "sets": 1, "members": members, "states": c, "last": members, "x_step": members * c}
-    strides = {"x_member": c, "bulk_step": c * c, "bulk_from": c, "bulk_to": 1, "p0_state": 1}
-    gradients = {"grad_step": members * c, "grad_member": c, "count_step": c * c}
+    arguments = Arguments(steps=steps, sets=1, members=members, states=c, last=members)
+    arguments.x.step = arguments.out.step = arguments.messages.step = members * c
+    arguments.bulk.step = arguments.grad_bulk.step = c * c
+    arguments.bulk.from_, arguments.bulk.to, arguments.p0.step = c, 1, 1
+    arguments.paths.steps, arguments.paths.ranks = steps, 1
+    rows = np.arange(members)
+    places = {f"{name}.at": rows * c for name in ("x", "out", "messages")} | {"paths.at": rows * steps}
+    places |= {f"{name}.at": np.zeros(1, np.int64) for name in ("bulk", "grad_bulk")}
     empty = functools.partial(np.zeros, dtype=dtype)
     buffers = {
         "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
@@ -173,10 +178,9 @@ def chain_of(dtype, c, steps=7, members=3):
         "uncounted": np.zeros(members, np.int64),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
         "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
-        "room": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64),
+        "room": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64), **places,
     }  # fmt: skip
-    states = {"path_steps": steps, "path_sequence": steps, "ranks": 1}
-    return Arguments(**sizes, **strides, **gradients, **states), buffers
+    return arguments, buffers
 
 
 @pytest.mark.slow
