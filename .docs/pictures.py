@@ -13,7 +13,7 @@ from matplotlib.patches import Circle, Rectangle
 
 import logchain
 from logchain import reference
-from logchain.kernels.numbers import trusted_sum
+from logchain.kernels.numbers import FLUSH
 
 # M. Okabe and K. Ito's colours, which can be told apart by all readers
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
@@ -118,7 +118,8 @@ def rescue() -> Figure:
     # beside both, so that they stand under each other
     drawing.colorbar(image, ax=[sums, kinds], shrink=0.4, anchor=(0.0, 1.0), label="bits below the two shifts")
     zero = np.isneginf(exact)
-    kind = np.where(zero, 0, np.where(below <= -math.log2(2 * trusted_sum(torch.float32, c)), 1, 2))
+    trusted = 2 * c * FLUSH[torch.float32] / torch.finfo(torch.float32).eps
+    kind = np.where(zero, 0, np.where(below <= -math.log2(trusted), 1, 2))
     colours = matplotlib.colors.ListedColormap(["#DDDDDD", BLUE, ORANGE])
     kinds.imshow(kind, cmap=colours, vmin=0, vmax=2)
     names = ("zero, exactly", "from the matrix product", f"computed again: {seen.outputs}")
