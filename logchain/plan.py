@@ -57,8 +57,7 @@ def plan(
 
     Cost: less than a millisecond; no chain is computed, and no operand allocated.
 
-    Source: the trade of work for dependent steps, G. E. Blelloch, "Prefix sums and their applications" (1990); the
-    rule's constants are measurements on a CPU.
+    Source: G. E. Blelloch, "Prefix sums and their applications" (1990); the rule's constants are measured on a CPU.
 
     >>> print(plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200)))
     sequential: too short for segments
