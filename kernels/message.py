@@ -17,7 +17,7 @@ LOG_LIMIT = {torch.float32: 3.36e38, torch.float64: 1.7e308}
 class Message(NamedTuple):
     """The forward message `exp(values + scale[0] + scale[1])` of one step, for g sets of m sequences with c states.
 
-    `values` (g, m, c), float64: logarithms of the normalised message, the filtered posterior; all -inf where no path
+    `values` (g, m, c), float64: logarithms of the normalized message, the filtered posterior; all -inf where no path
     is possible. `scale` (2, g, m), float64: the logarithm of the message's sum, and the rounding error of that.
     """
 
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
     Attributes:
         log_norm: log-partitions (g, m), float64.
         messages: forward messages (v, g, m, c), each up to a factor.
-        redone: (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear.
+        recomputed: (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear.
         entered: whether `messages` (v + 1, g, m, c) begins with the message that entered.
         bound: (s, g), int32: exponents of the matrices, from the Triton kernels; None: they compute them again.
         halved: whether the messages after the middle step are backward messages, because a forward and a backward scan
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 
     log_norm: Tensor
     messages: Tensor
-    redone: Tensor
+    recomputed: Tensor
     entered: bool = False
     bound: Tensor | None = None
     halved: bool = False
@@ -53,11 +53,11 @@ class Kept(NamedTuple):
     def logs(self, steps: int | slice) -> Tensor:
         """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""
         # the logarithm of what is none takes ten times as long
-        messages = self.messages[steps].double().masked_fill(self.redone[..., None], 1.0)
+        messages = self.messages[steps].double().masked_fill(self.recomputed[..., None], 1.0)
         # log of a message near 1 keeps more digits than log of a large one
         top = messages.amax(-1, keepdim=True)
         linear = (messages / top.masked_fill(top == 0, 1.0)).log()
-        return torch.where(self.redone[..., None], decoded(self.messages[steps]), linear)
+        return torch.where(self.recomputed[..., None], decoded(self.messages[steps]), linear)
 
 
 def encoded(logs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,7 +72,7 @@ def decoded(logs: Tensor) -> Tensor:
     return logs.double().masked_fill(logs <= -limit, -torch.inf).masked_fill(logs >= limit, torch.nan)
 
 
-def normalised(logs: Tensor) -> tuple[Tensor, Tensor]:
+def normalized(logs: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithms (..., c) of weights divided by their sum, and the logarithm of the sum (...); -inf for no weight."""
     total = torch.logsumexp(logs, -1)
     return logs - total.masked_fill(total == -torch.inf, 0.0)[..., None], total

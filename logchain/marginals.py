@@ -83,8 +83,10 @@ def marginals(
     if isinstance(bulk, Tensor) and plain and alone and (transitions is None or transitions == "sum"):
         short = short_of(x, with_steps(bulk), p0, log_params, wanted=choose.is_sequential)
         if short is not None:
-            log_norm, (states, expected), redone = short.posteriors(x, with_steps(bulk), p0, transitions is not None)
-            report_chains(redone)
+            log_norm, (states, expected), recomputed = short.posteriors(
+                x, with_steps(bulk), p0, transitions is not None
+            )
+            report_chains(recomputed)
             return Marginals(states, None if expected is None else expected.view(bulk.shape), log_norm)
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
     check_choice("transitions", transitions, (None, "sum", "full"))

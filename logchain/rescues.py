@@ -58,16 +58,16 @@ def report(counts: Rescues) -> None:
         counter.add(counts)
 
 
-def report_chains(redone: int | Tensor) -> None:
+def report_chains(recomputed: int | Tensor) -> None:
     """Count sequences, given as a number or a bool mask; read only if a block is open."""
     if _open.get() is not None:
-        report(Rescues(sequences=int(redone.sum() if isinstance(redone, Tensor) else redone)))
+        report(Rescues(sequences=int(recomputed.sum() if isinstance(recomputed, Tensor) else recomputed)))
 
 
-def report_outputs(rescued: int | Tensor) -> None:
+def report_outputs(recomputed: int | Tensor) -> None:
     """Count outputs of matrix products; the number is read only if a block is open."""
     if _open.get() is not None:
-        report(Rescues(outputs=int(rescued)))
+        report(Rescues(outputs=int(recomputed)))
 
 
 def report_boundaries(refused: Tensor) -> None:

@@ -102,7 +102,7 @@ def _sample(
 def _drawn(chain: Batch, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
     residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
-    report_chains(residuals.redone)
+    report_chains(residuals.recomputed)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
     kernels.module("sample", chain.x).draw(chain, residuals, states)

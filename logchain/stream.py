@@ -176,7 +176,7 @@ class Stream:
     def _by_one_call(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
         """The results of `update` by one call of the C library; None where that does not do.
 
-        All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
+        All sequences must go on, without gradients, and only log-partition and filtered posteriors be wanted.
         """
         state = self._state
         if self._lag or self._viterbi or self._validate or bulk_piece is not None or lengths is not None:
@@ -193,8 +193,8 @@ class Stream:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         stretch, log_norm = plain[0], torch.empty_like(plain[1])
-        after, redone = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
-        report_chains(redone)
+        after, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
+        report_chains(recomputed)
         self._state = state._replace(message=Message(*after))
         return StreamUpdate(log_norm, shares, None, None)
 

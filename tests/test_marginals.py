@@ -201,7 +201,7 @@ def test_messages_through_masks_and_a_step_without_states():
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("c", [1, 3, 4, 7, 8, 11, 16])
 def test_messages_of_few_states_and_of_weights_far_from_one(c, dtype):
-    """One sequence of at most 16 states has loops of its own; a matrix is far larger than 1, and x far smaller."""
+    """One sequence of at most 16 states has separate loops; a matrix is far larger than 1, and x far smaller."""
     generator = torch.Generator().manual_seed(c)
     x = torch.randn(50, c, generator=generator, dtype=dtype) * 10 - 45
     bulk = torch.randn(1, c, c, generator=generator, dtype=dtype) * 3 + 40

@@ -101,7 +101,7 @@ def test_threads_share_stacks(name, threads):
     [(200, 3, 2, 30.0), (150, 8, 2, 0.0), (20, 20, 3, 30.0), (9, 64, 1, 30.0), (3, 150, 1, 0.0)],
 )
 def test_long_and_large_stacks(s, c, g, fall, threads):
-    """Rows that fall further and further apart keep scales of their own: none is redone."""
+    """Rows that fall further and further apart keep scales of their own: none is recomputed."""
     stack = normal(g, s, c, c) - fall * torch.arange(c)[:, None] / (c - 1)
     with logchain.rescues() as seen, poisoned_memory():
         value, gradient, prefixes, _ = gradients(stack)
@@ -153,7 +153,7 @@ def test_rows_may_fall_beyond_all_exponents():
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 def test_a_search_for_false_verdicts(dtype):
-    """Entries on all scales, some of them -inf: what is not redone is right, what is redone is right, zeros are."""
+    """Entries on all scales, some of them -inf: what is recomputed is right, and so is the rest."""
     generator, far = torch.Generator().manual_seed(0), 1.0 if dtype == F32 else 8.0
     for c, s in itertools.product((1, 2, 3, 9), (2, 3, 6)):
         shape = 60, s, c, c

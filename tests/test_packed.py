@@ -79,7 +79,7 @@ def test_packed_rows_are_padded_sequences(name, shared, log, backend):
 
 @pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1000.0), (F64, 8000.0)], ids=["float32", "float64"])
 def test_a_recomputed_sequence_leaves_the_next(dtype, far):
-    """A longer sequence that is not redone has its rows there: of x, and of its gradient."""
+    """A longer sequence that is not recomputed has its rows there: of x, and of its gradient."""
     x = torch.zeros(7, 2, dtype=dtype)
     x[0, 1] = x[1, 0] = -far
     x.requires_grad_()

@@ -343,7 +343,7 @@ def test_an_impossible_segment_does_not_spoil_the_one_before():
 @pytest.mark.parametrize("scale", [1.0, 50.0, 500.0])
 @pytest.mark.parametrize("size", [1, 40])
 def test_what_is_impossible_or_nan_stays_so(size, scale, dtype):
-    """In sequences that underflow, too, and beside one that goes on."""
+    """In sequences that underflow, too, while another one goes on."""
     draw = torch.Generator().manual_seed(1)
     bulk = torch.rand(1, 3, 3, generator=draw) * (torch.rand(3, 3, generator=draw) > 0.4)
     x = torch.randn(3, size, 3, generator=draw).mul(scale).to(dtype)

@@ -20,7 +20,7 @@ def backward(
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
     g, m, c = chain.g, chain.m, chain.c
     weight = weight.double().resolve_neg().contiguous()
-    lossy = kept.redone.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
+    lossy = kept.recomputed.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
     log_norm = kept.log_norm.contiguous()
     preceding = torch.empty(g, m, c, dtype=torch.float64, device="cpu")
     call = Call(chain, entered=kept.entered)

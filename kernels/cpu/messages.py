@@ -21,9 +21,9 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     idle = chain.ends is None and has_idle_threads(torch.get_num_threads(), chain.g * chain.m, chain.v, chain.c)
     if idle:
         lossy = torch.empty(2, chain.g, chain.m, dtype=torch.uint8, device="cpu")
-        ahead = {"log_forward": forward, "log_norm": log_norm, "lossy": lossy[0]}
-        behind = {"log_backward": backward, "log_norm": unused, "lossy": lossy[1]}
-        call.run("messages_one_way", spans + spans, [ahead] * len(spans) + [behind] * len(spans))
+        onward = {"log_forward": forward, "log_norm": log_norm, "lossy": lossy[0]}
+        reverse = {"log_backward": backward, "log_norm": unused, "lossy": lossy[1]}
+        call.run("messages_one_way", spans + spans, [onward] * len(spans) + [reverse] * len(spans))
         if not lossy.any():
             return log_norm
         call.point(lossy=lossy.amax(0))

@@ -57,7 +57,7 @@ class Short(Template):
         a.out.step, a.out.at = gradients.arguments.x.step, gradients.arguments.x.at
         self._gradients_held = gradients.constants
         self._has_negative = None if chain.log_params else function("has_negative", dtype)
-        # the dtypes and shapes of log_norm, messages and redone, which are kept in one tensor, one after the other
+        # the dtypes and shapes of log_norm, messages and recomputed, which are kept in one tensor, one after the other
         self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (torch.bool, (g, m)))
         self._places, self._bytes = [], 0
         for kind, shape in self._kept:
@@ -69,7 +69,7 @@ class Short(Template):
         return self._strides == (x.stride(), bulk.stride(), p0.stride())
 
     def value(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, int]:
-        """The log-partition [*B] in the operands' dtype, what gradients need, and the number of redone sequences."""
+        """The log-partition [*B] in the operands' dtype, what gradients need, and the count of recomputed sequences."""
         log_norm, kept = torch.empty(x.shape[:-2], dtype=self.dtype, device="cpu"), None
         a = self._checked(x, bulk, p0)
         a.value = log_norm.data_ptr()
@@ -80,25 +80,25 @@ class Short(Template):
 
     def parts(self, kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The parts of the tensor that `value` kept, in the form in which `apart` returns them."""
-        log_norm, messages, redone = (
+        log_norm, messages, recomputed = (
             kept[place : place + torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
             for place, (kind, shape) in zip(self._places, self._kept, strict=True)
         )
-        return log_norm.view(x.shape[:-2]), messages, redone
+        return log_norm.view(x.shape[:-2]), messages, recomputed
 
     def apart(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-partition [*B] in float64, messages if `keep`, and whether sequences were redone.
+        """The log-partition [*B] in float64, messages if `keep`, and whether sequences were recomputed.
 
-        Each is a tensor of its own, as the results of an operator have to be.
+        Each is a separate tensor, as the results of an operator have to be.
         """
-        log_norm, messages, redone = (
+        log_norm, messages, recomputed = (
             in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu"))
             for at, (kind, shape) in enumerate(self._kept)
         )
         a = self._checked(x, bulk, p0, check=False)
-        self._point(a, (log_norm, messages, redone))
+        self._point(a, (log_norm, messages, recomputed))
         self.run("value", a)
-        return log_norm.view(x.shape[:-2]), messages, redone
+        return log_norm.view(x.shape[:-2]), messages, recomputed
 
     def gradients(
         self, x: Tensor, bulk: Tensor, p0: Tensor, kept: Tensor | tuple[Tensor, ...], weight: Tensor,
@@ -114,7 +114,7 @@ class Short(Template):
         return gradients
 
     def posteriors(self, x: Tensor, bulk: Tensor, p0: Tensor, counts: bool) -> tuple[Tensor, list[Tensor | None], int]:
-        """The log-partition [*B], the gradients of x and, if `counts`, log bulk, and the number of redone sequences."""
+        """The log-partition [*B], gradients of x and, if `counts`, log bulk, and how many sequences were recomputed."""
         log_norm = torch.empty(x.shape[:-2], dtype=self.dtype, device="cpu")
         a = self._checked(x, bulk, p0)
         a.value, a.by_log = log_norm.data_ptr(), 1

@@ -34,7 +34,7 @@ class Stretch(Template):
         p0: Tensor | None = None,
         ends: Tensor | None = None,
         messages: Tensor | None = None,
-        redone: Tensor | None = None,
+        recomputed: Tensor | None = None,
         shares: Tensor | None = None,
         value: Tensor | None = None,
     ) -> tuple[Carried, int]:
@@ -42,7 +42,7 @@ class Stretch(Template):
 
         Without a message that enters there is a p0. `ends` int64 (g, m) are numbers of steps, that message counted as
         one. Where there is memory, messages are written to `messages` (v, g, m, c), the entering one first, and which
-        of them are logarithms to `redone` (g, m); those with sum 1 to `shares` [*B, v, c], contiguous, and
+        of them are logarithms to `recomputed` (g, m); those with sum 1 to `shares` [*B, v, c], contiguous, and
         log-partitions to `value`.
         """
         a = self.of(x, bulk, p0)
@@ -54,8 +54,8 @@ class Stretch(Template):
         a.log_norm, before.log_norm_error = after[1].data_ptr(), after[2].data_ptr()
         if shares is not None:
             a.filtered = in_large_pages(shares).data_ptr()
-        if messages is not None and redone is not None:
-            a.messages.data, a.lossy = messages.data_ptr(), redone.data_ptr()
+        if messages is not None and recomputed is not None:
+            a.messages.data, a.lossy = messages.data_ptr(), recomputed.data_ptr()
         if ends is not None:
             order = torch.argsort(ends, dim=1, descending=True, stable=True)
             a.ends, a.order = ends.data_ptr(), order.data_ptr()

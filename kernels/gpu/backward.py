@@ -34,7 +34,7 @@ def backward(
     posterior = grad_x.reshape(v, g, m, c) if grad_x is not None and in_place else chain.new(v, g, m, c)
     if posterior.numel():
         chains, messages, middle = Chains.of(chain, entering), kept.messages[:v], v // 2 if kept.halved else v - 1
-        scan = Scan(chains, kept.redone.view(torch.int8).clone(), kept.bound)
+        scan = Scan(chains, kept.recomputed.view(torch.int8).clone(), kept.bound)
         weight, log_norm = weight.contiguous(), kept.log_norm.contiguous()
         final = None if following is None else following.double().contiguous()
         others = scan.backward(messages, weight, final, posterior, halved=kept.halved)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, leaving_message, normalised
+from ..message import Kept, Message, leaving_message, normalized
 from ..numbers import exact_sum
 from . import exact
 from .chains import Chains, Scan, meets
@@ -51,12 +51,12 @@ def forward(
         scale[0].masked_fill_(((chain.ends < 1) | (chain.ends > v))[..., 0], math.nan)
     if entering is not None:
         scale = torch.stack(exact_sum(torch.cat([scale, entering.scale.expand(2, g, m)])))
-    kept_messages, redone = chain.new(0) if keep is None else keep, flags.view(torch.bool)
-    kept = Kept(scale[0], kept_messages, redone, entering is not None, bound, halved and keep is not None)
+    kept_messages, recomputed = chain.new(0) if keep is None else keep, flags.view(torch.bool)
+    kept = Kept(scale[0], kept_messages, recomputed, entering is not None, bound, halved and keep is not None)
     if not leave:
         return kept, None
     logs = kept._replace(messages=_last_message(chains, messages)[None]).logs(0)
-    return kept, leaving_message(chain.ends, Message(normalised(logs)[0], scale), entering)
+    return kept, leaving_message(chain.ends, Message(normalized(logs)[0], scale), entering)
 
 
 def _last_message(chains: Chains, messages: Tensor) -> Tensor:

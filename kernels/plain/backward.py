@@ -4,7 +4,7 @@
     d log Z / d x_i = posterior_i = softmax(a_i + b_i)
     d log Z / d log P_i(j, k) = posterior_i(k) P_i(j, k) exp(a_{i-1}(j)) / sum over j
 
-a_i are the forward messages that `forward` kept. Each posterior is normalised by its own sum, so that rounding errors
+a_i are the forward messages that `forward` kept. Each posterior is normalized by its own sum, so that rounding errors
 of messages do not add up along the chain, and a backward message matters only up to an additive constant.
 """
 

@@ -37,8 +37,8 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
         parts = [_by_counts(_part(relative, index)) for index in indices]
         value, underflows = (torch.cat(part).view(p.g, p.m) for part in zip(*parts, strict=True))
         return value, underflows
-    log_norm, mean, redone = load("cpu.entropy").means(relative)
-    value, underflows = _finished(relative, log_norm, mean, redone)
+    log_norm, mean, recomputed = load("cpu.entropy").means(relative)
+    value, underflows = _finished(relative, log_norm, mean, recomputed)
     # a log-partition of -inf may be due to underflow where the mean is NaN
     missing, wide, together = mean.isnan().view(-1).nonzero()[:, 0], p.dtype == torch.float64, p.g == 1
     size = most if wide or not together else len(missing)
@@ -48,15 +48,15 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     return value, underflows
 
 
-def _finished(chains: Sequence[Chain], log_norm: Tensor, mean: Tensor, redone: Tensor) -> tuple[Tensor, Tensor]:
+def _finished(chains: Sequence[Chain], log_norm: Tensor, mean: Tensor, recomputed: Tensor) -> tuple[Tensor, Tensor]:
     """The values from log-partitions and mean log-weights, and which sequences underflow."""
     value = log_norm - mean
     for q in chains[1:]:
         second = chain_kernels(q.x).forward(q)[0]
-        infinite, redone = _misses(chains[0], q) | (second.log_norm == -math.inf), redone | second.redone
+        infinite, recomputed = _misses(chains[0], q) | (second.log_norm == -math.inf), recomputed | second.recomputed
         value = (second.log_norm - value).masked_fill(infinite, math.inf)
         value = value.masked_fill(second.log_norm.isnan(), math.nan)
-    return value.masked_fill(log_norm == -math.inf, 0.0).masked_fill(log_norm.isnan(), math.nan), redone
+    return value.masked_fill(log_norm == -math.inf, 0.0).masked_fill(log_norm.isnan(), math.nan), recomputed
 
 
 def _part(chains: Sequence[Chain], index: Tensor, together: bool = False) -> list[Chain]:
@@ -105,8 +105,8 @@ def _by_counts(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     backward(replace(p, by_log=True), kept, torch.ones_like(kept.log_norm), None, states, counts)
     if len(chains) == 1:
         entropy = _conditional(counts.view(-1, g, 1, c, c), states, p.ends)
-        return _finished(chains, kept.log_norm, kept.log_norm - entropy, kept.redone)
-    exact = kept.redone if in_triton(p.x) or in_c(p.x) else None
+        return _finished(chains, kept.log_norm, kept.log_norm - entropy, kept.recomputed)
+    exact = kept.recomputed if in_triton(p.x) or in_c(p.x) else None
     # log-potentials first, because these correct posteriors
     mean = _means([chain.x.reshape(v, g, 1, c) for chain in chains], True, states, exact)
     exact = exact if p.log_params else None
@@ -116,7 +116,7 @@ def _by_counts(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
         bulks = [tensor.reshape(-1, g, 1, c**2) for tensor in (*(chain.bulk for chain in chains), counts)]
         of_bulk = _means(bulks[:-1], p.log_params, bulks[-1], exact)
         mean += of_bulk if len(p.bulk) > 1 else of_bulk * (v - 1 if p.ends is None else p.ends[..., 0] - 1)
-    return _finished(chains, kept.log_norm, mean, kept.redone)
+    return _finished(chains, kept.log_norm, mean, kept.recomputed)
 
 
 def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, encoded, leaving_message, normalised
+from ..message import Kept, Message, encoded, leaving_message, normalized
 from ..numbers import FLUSH, exact_sum, relative_logs, shifted
 from . import matmul as log_matmul
 
@@ -47,7 +47,7 @@ def forward(
         if keep is not None:
             keep[0] = message
     entered = int(entering is not None)
-    redone = _underflows(message, chain.dtype)
+    recomputed = _underflows(message, chain.dtype)
     for step in range(chain.v):
         before = message
         x, x_shift = potentials(chain, step)
@@ -64,18 +64,18 @@ def forward(
             terms[1:].masked_fill_(chain.ended[step][..., 0], 0.0)
         total, error = exact_sum(terms)
         scale = torch.stack([total, scale[1] + error])
-        redone |= _underflows(message, chain.dtype)
+        recomputed |= _underflows(message, chain.dtype)
         if keep is not None:
             keep[step + entered] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
     # stored messages are linear, but in sequences where one would underflow they are logarithms
     for logs in keep[: chain.v + entered] if keep is not None else ():
-        logs.copy_(torch.where(redone[..., None], encoded(logs, chain.dtype), logs.exp()))
-    values, total = normalised(message)
+        logs.copy_(torch.where(recomputed[..., None], encoded(logs, chain.dtype), logs.exp()))
+    values, total = normalized(message)
     scale = torch.stack(exact_sum(torch.stack([scale[0], total, scale[1]])))
     if chain.ends is not None and entering is None:  # on a GPU, lengths are not checked before
         scale[0].masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     leaving = leaving_message(chain.ends, Message(values, scale), entering)
-    kept = Kept(scale.sum(0), chain.new(0) if keep is None else keep, redone, entering is not None)
+    kept = Kept(scale.sum(0), chain.new(0) if keep is None else keep, recomputed, entering is not None)
     return kept, leaving if leave else None
 
 

@@ -34,15 +34,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
-    Of one scan: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` nothing
-    or the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Of several segments:
-    see `schedules.segments`.
+    Of one scan: forward `messages` (v, g, m, c), which sequences were `recomputed` exactly (g, m), and as `extra`
+    nothing or the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Of several
+    segments: see `schedules.segments`.
     """
 
     log_norm: Tensor
     messages: Tensor
     extra: Tensor
-    redone: Tensor
+    recomputed: Tensor
 
 
 def _forward(
@@ -60,9 +60,9 @@ def _forward(
         return _kept_shapes(*operands, keep, segments, warm_up)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
-        log_norm, messages, redone = short.apart(x, bulk, p0, keep)
-        report_chains(redone)
-        return Saved(log_norm, messages, messages.new_empty(0), redone)
+        log_norm, messages, recomputed = short.apart(x, bulk, p0, keep)
+        report_chains(recomputed)
+        return Saved(log_norm, messages, messages.new_empty(0), recomputed)
     if _is_cut(x, segments):
         layout, chain = chain_of(*operands, whole=True)
         saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
@@ -71,13 +71,13 @@ def _forward(
     memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
     options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
     kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
-    report_chains(kept.redone)
+    report_chains(kept.recomputed)
     extra = kept.messages.new_empty(0) if kept.bound is None else kept.bound[None] if kept.halved else kept.bound
-    return Saved(_in_order(layout, kept.log_norm), kept.messages, extra, kept.redone)
+    return Saved(_in_order(layout, kept.log_norm), kept.messages, extra, kept.recomputed)
 
 
 def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
-    """The log-partition (g, m) as [*B], in memory of its own."""
+    """The log-partition (g, m) as [*B], in separate memory."""
     return layout.batched(log_norm).clone(memory_format=torch.contiguous_format)
 
 
@@ -134,15 +134,15 @@ def _kept_shapes(
 
 
 def _backward(grad: Tensor, *args: Any) -> Gradients:
-    x, bulk, p0, lengths, log_norm, messages, extra, redone, log_params, by_log, *needs, segments, _ = args
+    x, bulk, p0, lengths, log_norm, messages, extra, recomputed, log_params, by_log, *needs, segments, _ = args
     operands = Operands(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
         zero_x, zero_bulk, zero_p0 = unwritten((x, bulk, p0), needs)
         return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
-        return _gradients(operands, Saved(log_norm, messages, extra, redone), grad, needs, by_log, segments)
-    gradients = short.gradients(x, bulk, p0, (log_norm, messages, redone), grad, needs, by_log=by_log)
+        return _gradients(operands, Saved(log_norm, messages, extra, recomputed), grad, needs, by_log, segments)
+    gradients = short.gradients(x, bulk, p0, (log_norm, messages, recomputed), grad, needs, by_log=by_log)
     grad_x, grad_bulk, grad_p0 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return grad_x, grad_bulk, grad_p0
 
@@ -171,7 +171,7 @@ def _gradients(
     else:
         halved = saved.extra.dim() == 3
         bound = saved.extra[0] if halved else saved.extra if saved.extra.dim() == 2 else None
-        residuals = Kept(saved.log_norm, saved.messages, saved.redone, bound=bound, halved=halved)
+        residuals = Kept(saved.log_norm, saved.messages, saved.recomputed, bound=bound, halved=halved)
         start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
         grad_bulk.copy_(wide)
@@ -321,7 +321,7 @@ def _vmap_of_gradient(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[
 
 
 _OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
-_SAVED = "Tensor log_norm, Tensor messages, Tensor extra, Tensor redone"
+_SAVED = "Tensor log_norm, Tensor messages, Tensor extra, Tensor recomputed"
 _TANGENTS = "Tensor? along_x, Tensor? along_bulk, Tensor? along_p0"
 
 log_norm = operator(

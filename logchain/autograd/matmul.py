@@ -58,11 +58,11 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
     product: Tensor
     if kernels.on_gpu(a):
         groups = Groups.of(a, b)
-        matrices, rescued = kernels.module("matmul", a).forward(*_matrices(groups, a, b))
+        matrices, recomputed = kernels.module("matmul", a).forward(*_matrices(groups, a, b))
         product = _ungrouped(matrices, groups.right_order, groups.shape)
     else:
-        product, rescued = kernels.module("matmul", a).forward(a, b)
-    report_outputs(rescued)
+        product, recomputed = kernels.module("matmul", a).forward(a, b)
+    report_outputs(recomputed)
     return product
 
 

@@ -58,11 +58,11 @@ def _forward(stack: Tensor, prefixes: bool, *, inplace: bool = False) -> Tensor:
     if result.numel():
         whole, backend = sets(stack), kernels.module("product", stack)
         if prefixes:
-            rescued = backend.prefixes(whole, result.view(whole.shape))
+            recomputed = backend.prefixes(whole, result.view(whole.shape))
         else:
             out, is_copy = result.view(-1, *result.shape[-2:]), whole.data_ptr() != stack.data_ptr()
-            rescued = backend.write_product(whole, out, inplace=inplace or is_copy)
-        report_outputs(rescued)
+            recomputed = backend.write_product(whole, out, inplace=inplace or is_copy)
+        report_outputs(recomputed)
     return result
 
 

@@ -216,7 +216,7 @@ class _Value(torch.autograd.Function):
             impossible = (weight == -torch.inf) & ~value.isnan()  # where -inf - (-inf) would be NaN
             value = torch.where(impossible, -torch.inf, weight - value)
         ctx.part = part  # what is saved is freed after the backward pass
-        messages = (None,) * 3 if kept is None else (kept.messages, kept.redone, kept.bound)
+        messages = (None,) * 3 if kept is None else (kept.messages, kept.recomputed, kept.bound)
         ctx.save_for_backward(*operands, states, impossible, log_norm, *messages)
         return value.to(part.chain.dtype, copy=True)
 
@@ -232,12 +232,12 @@ class _Gradients(Final):
 
     @staticmethod
     def forward(part: Part, needs: Sequence[bool], grad: Tensor, *saved: Any) -> Any:
-        *operands, states, impossible, log_norm, messages, redone, bound = saved
+        *operands, states, impossible, log_norm, messages, recomputed, bound = saved
         weight = grad
         if states is not None:
             grad = grad.masked_fill(impossible, 0.0)
             weight = -grad.sum_to_size(operands[0].shape[:-2])
-        kept = None if messages is None else Kept(log_norm, messages, redone, part.entered, bound)
+        kept = None if messages is None else Kept(log_norm, messages, recomputed, part.entered, bound)
         # of what ranks share, each computes its share if any of them needs the gradient
         computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
         gradients, *_ = part.backward(log_norm, kept, part.layout.grouped(weight), computed)

@@ -140,7 +140,7 @@ class Part:
         self.carry(scan, partial(disagree, chain), self.reached)
         log_norm = self.ranks.exact_total(scale)
         if kept is not None:
-            report_chains(kept.redone)
+            report_chains(kept.recomputed)
         return log_norm, kept._replace(log_norm=log_norm) if kept is not None and keep else None
 
     def backward(

@@ -44,7 +44,7 @@ class Checkpoints:
         message: Message | None = None
         for i, piece in self._pieces(range(last + 1), "forward"):
             residuals, message = self._kernels.forward(piece, message, leave=True)
-            recomputed |= residuals.redone
+            recomputed |= residuals.recomputed
             if keep and i < last:
                 checkpoints[i] = message.values
         assert message is not None
@@ -80,7 +80,7 @@ class Checkpoints:
         return self._layout.matrices(bulk)[: len(self._chain.bulk)]
 
     def _pieces(self, order: Sequence[int], title: str) -> Iterator[tuple[int, Chain]]:
-        """The number and the chain of each piece, in this order; valid until the next is asked for."""
+        """The number and the chain of each piece, in this order; valid until the next is taken."""
         chain, device = self._chain, self._operands.p0.device
         potentials = pieces(chain.x, [self._variables[i] for i in order], device)
         if len(chain.bulk) == 1:

@@ -25,7 +25,7 @@ class PackedChain:
         with kernels.arithmetic_on(chain.x):
             memory = kernels.messages_of(chain, chain.v) if keep else None
             residuals: Kept = kernels.chain_kernels(chain.x).forward(chain, keep=memory)[0]
-        report_chains(residuals.redone)
+        report_chains(residuals.recomputed)
         return residuals
 
     def posteriors(self, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:

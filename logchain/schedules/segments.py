@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
-from ..kernels.message import Kept, Message, normalised
+from ..kernels.message import Kept, Message, normalized
 from ..kernels.numbers import exact_sum
 from ..rescues import report_boundaries, report_chains
 
@@ -58,7 +58,7 @@ def forward(chain: Chain, segments: int, warm_up: int, *, keep: bool) -> Saved:
         if steps == 0 or not (log_norm < torch.inf).all():  # what is not finite comes from a sequential scan
             memory = None if messages is None else messages[: chain.v]
             whole, steps = kernels.chain_kernels(chain.x).forward(chain, keep=memory)[0], 0
-            log_norm, recomputed[0], recomputed[1:] = whole.log_norm, whole.redone, False
+            log_norm, recomputed[0], recomputed[1:] = whole.log_norm, whole.recomputed, False
         extra = torch.tensor([steps], device=device)
     report_chains(recomputed.any(0))
     return log_norm, chain.new(0) if messages is None else messages, extra, recomputed.flatten(1)
@@ -139,12 +139,12 @@ def _in_segments(cut: "Cut", guesses: Tensor, messages: Tensor | None, recompute
     entering = torch.cat([start.values[None], guesses[:-1]])
     segments, after = scan(cut.segments, cut.entering(entering), keep=of_segments, leave=True)
     leaving, scale = cut.by_segment(after.values), cut.by_segment(after.scale, 1)
-    recomputed[0], recomputed[1:] = head.redone, cut.by_segment(segments.redone)
+    recomputed[0], recomputed[1:] = head.recomputed, cut.by_segment(segments.recomputed)
 
     def leave(s: int, message: Tensor) -> Tensor:
         memory = chain.new(cut.length + 1, *message.shape) if messages is not None else None
         segment, left = scan(cut.segment(s), Message(message, torch.zeros_like(scale[s])), keep=memory, leave=True)
-        scale[s], recomputed[1 + s] = left.scale, segment.redone
+        scale[s], recomputed[1 + s] = left.scale, segment.recomputed
         if memory is not None:
             cut.by_segment(of_segments, 1)[s] = memory
         result: Tensor = left.values
@@ -202,14 +202,14 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
     between = Chain(x, products, start.values, None, True, torch.float64)
     from_first = scan(between, keep=kernels.messages_of(between, between.v))[0]
     log_norm = _sum(start.scale, shift, from_first.log_norm.view(shift[:1].shape))
-    recomputed[0] = head.redone
+    recomputed[0] = head.recomputed
     if messages is None:
-        recomputed[0] |= from_first.redone.view(head.redone.shape)
+        recomputed[0] |= from_first.recomputed.view(head.recomputed.shape)
         recomputed[1:] = of_rows
         return log_norm, x.new_empty(0)
-    arriving = normalised(from_first.logs(slice(0, -1)))[0].view(x[1:].shape)
+    arriving = normalized(from_first.logs(slice(0, -1)))[0].view(x[1:].shape)
     segments, _ = scan(cut.segments, cut.entering(arriving), keep=of_segments, leave=True)
-    recomputed[1:] = cut.by_segment(segments.redone)
+    recomputed[1:] = cut.by_segment(segments.recomputed)
     reverse = replace(between, bulk=products.flip(0).mT, p0=torch.zeros_like(between.p0))
     from_last = scan(reverse, keep=kernels.messages_of(reverse, reverse.v))[0]
     return log_norm, from_last.logs(slice(None)).flip(0).view(x.shape)
@@ -231,7 +231,7 @@ def _products(cut: "Cut") -> tuple[Tensor, Tensor, Tensor]:
     top = high.amax(-1)
     top = top.masked_fill(top == -torch.inf, 0.0)
     matrices = cut.by_segment(after.values.unflatten(1, (-1, c))) + (high - top[..., None] + low)[..., None]
-    return matrices, top, cut.by_segment(residuals.redone.unflatten(1, (-1, c)).any(-1))
+    return matrices, top, cut.by_segment(residuals.recomputed.unflatten(1, (-1, c)).any(-1))
 
 
 class Cut:

@@ -49,9 +49,9 @@ class Side:
 
 
 def pieces(tensor: Tensor, ranges: Ranges, device: torch.device) -> Iterator[Tensor]:
-    """The piece of each range of the first axis, on the device; valid until the next one is asked for.
+    """The piece of each range of the first axis, on the device; valid until the next one is taken.
 
-    Queue all work on a piece before asking for the next.
+    Queue all work on a piece before taking the next.
     """
     views = [tensor[start:stop] for start, stop in ranges]
     if not apart(tensor, device):

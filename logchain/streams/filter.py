@@ -128,7 +128,7 @@ def _by_any_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Messag
     wanted = posteriors is not None or messages is not None
     memory = chain.new(chain.v + 1, *values.shape) if wanted else None
     residuals, after = kernels.chain_kernels(x).forward(chain, before, keep=memory, leave=True)
-    report_chains(residuals.redone)
+    report_chains(residuals.recomputed)
     logs = residuals.logs(slice(1, None)).view(steps.shape) if wanted else steps
     if posteriors is not None:
         layout.steps_first(posteriors).copy_(probabilities(logs))

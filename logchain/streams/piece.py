@@ -253,7 +253,7 @@ def checked_transition(
         raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
     if (bulk is None) == (bulk_piece is None):
         expected = "a torch.Tensor, since the stream has no" if bulk is None else "None, since the stream has a"
-        raise ValueError(f"bulk_piece: expected {expected} bulk of its own")
+        raise ValueError(f"bulk_piece: expected {expected} bulk for all pieces")
     name = "bulk" if bulk_piece is None else "bulk_piece"
     transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
     parameters = zip((name,) * len(transition.parameters), transition.parameters, transition.own_axes, strict=True)

@@ -68,20 +68,20 @@ def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: T
     )
     ends = None if piece.counts is None else layout.grouped(piece.counts + entered).contiguous()
     linear = None if messages is None else x.new_empty(x.shape[-2] + entered, *layout.grid, x.shape[-1])
-    redone = torch.empty(layout.grid, dtype=torch.bool, device=x.device)
+    recomputed = torch.empty(layout.grid, dtype=torch.bool, device=x.device)
     shares = posteriors
     if posteriors is not None and not (posteriors.dtype == dtype and posteriors.is_contiguous()):
         shares = torch.empty(posteriors.shape, dtype=dtype, device=x.device)
     start = None if entered else p0
     after, count = stretch.forward(
-        x, bulk, entering, p0=start, ends=ends, messages=linear, redone=redone, shares=shares
+        x, bulk, entering, p0=start, ends=ends, messages=linear, recomputed=recomputed, shares=shares
     )
     leaving = Message(*after)
     report_chains(count)
     if posteriors is not None and shares is not None and shares is not posteriors:
         posteriors.copy_(shares)
     if messages is not None and linear is not None:
-        logs = Kept(leaving.scale, linear, redone).logs(slice(int(entered), None))
+        logs = Kept(leaving.scale, linear, recomputed).logs(slice(int(entered), None))
         view = layout.steps_first(messages)
         view.copy_(logs.view(view.shape))
     return leaving if piece.counts is None else selected(piece.counts > 0, leaving, entering)

@@ -131,15 +131,15 @@ def test_a_threshold_below_all_numbers(where):
 @pytest.mark.parametrize("where", ["plain", "cpu"])
 @pytest.mark.parametrize("name", ["dense", "left_to_right"])
 def test_messages_that_are_logarithms_all_of_them(name, where):
-    """As those of sequences that were redone are."""
+    """As those of sequences that were recomputed are."""
     draw = room(where, "sample").draw
     for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
         chain = arranged(given, [5, 1, 3])
         kept = plain_forward(chain, keep=messages_of(chain, chain.v))[0]
-        logs = torch.where(kept.redone[..., None], kept.messages, kept.messages.log())
+        logs = torch.where(kept.recomputed[..., None], kept.messages, kept.messages.log())
         one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
         draw(chain, kept, one)
-        draw(chain, Kept(kept.log_norm, logs, torch.ones_like(kept.redone)), other)
+        draw(chain, Kept(kept.log_norm, logs, torch.ones_like(kept.recomputed)), other)
         assert torch.equal(one, other) and (one >= 0).any()
 
 

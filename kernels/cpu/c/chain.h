@@ -39,7 +39,7 @@ typedef struct {
     const double *following;           /* (g, m, c): log backward messages of the last steps; null for zeros */
 } Around;
 
-/* Mean log-weights of paths (g, m), or null, see means.h; if there is another chain, of weights over its own. */
+/* Mean log-weights of paths (g, m), or null; where there is another chain, less those that it has, see means.h. */
 typedef struct { double *data; const struct Chain *less; } Means;
 
 typedef struct Chain {

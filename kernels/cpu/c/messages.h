@@ -40,14 +40,14 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     uint8_t *lossy = take(&room, sequences), *lossy_backward = take(&room, sequences);
     forward.messages.data = 0, forward.lossy = lossy, forward.room = rest_of(&room);
     if (!a->log_norm) forward.log_norm = log_norm;
-    Chain ahead = onward(forward), behind = reversed(forward);
-    behind.log_norm = unused, behind.lossy = lossy_backward;
+    Chain one = onward(forward), other = reversed(forward);
+    other.log_norm = unused, other.lossy = lossy_backward;
     if (!a->room)
-        return room.bytes + larger_of(EXPORTED(logchain_forward)(&ahead), EXPORTED(logchain_redo_messages)(&forward));
+        return room.bytes + larger_of(EXPORTED(logchain_forward)(&one), EXPORTED(logchain_redo_messages)(&forward));
     for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
     if (!a->ends && !a->packed) {
-        EXPORTED(logchain_forward)(&ahead);
-        EXPORTED(logchain_forward)(&behind);
+        EXPORTED(logchain_forward)(&one);
+        EXPORTED(logchain_forward)(&other);
         for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
     }
     EXPORTED(logchain_redo_messages)(&forward);

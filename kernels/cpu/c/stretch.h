@@ -26,7 +26,9 @@ EXPORT int64_t EXPORTED(logchain_stretch)(const Chain *a) {
     real *entering = take(&room, entries * (int64_t)sizeof(real));
     chain.around.entering = entering, chain.room = rest_of(&room);
     if (!a->room) return room.bytes + find_value(&chain);
-    for (int64_t k = 0; k < entries; k++) entering[k] = (real)a->around.entering_double[k];
+    for (int64_t place = a->first, c = a->states; place < a->last; place++)
+        for (int64_t q = sequence_in(a, place), j = q * c; j < (q + 1) * c; j++)
+            entering[j] = (real)a->around.entering_double[j];
     int64_t lossy = find_value(&chain);
     share_last(&chain);
     return lossy;

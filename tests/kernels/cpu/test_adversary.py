@@ -224,6 +224,6 @@ def test_an_unknown_sequence_sends_nan_backward(dtype, monkeypatch):
     entering = Message(torch.zeros(1, 2, 4, dtype=F64), torch.zeros(2, 1, 2, dtype=F64))
     kept, _ = forward(stretch, entering, keep=messages_of(stretch, 3), leave=True)
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    for redone in (kept.redone, torch.ones_like(kept.redone)):
-        sent = backward(stretch, kept._replace(redone=redone), torch.ones(1, 2, dtype=F64), None, None, None)
+    for recomputed in (kept.recomputed, torch.ones_like(kept.recomputed)):
+        sent = backward(stretch, kept._replace(recomputed=recomputed), torch.ones(1, 2, dtype=F64), None, None, None)
         assert sent[0, 0].isfinite().all() and sent[0, 1].isnan().all()

@@ -84,7 +84,7 @@ def chain_results(chain: Chain, weight: Tensor, module: Any, gradient_module: An
         memory.fill_(math.nan)
     kept, _ = module.forward(chain, keep=keep, **options)
     grad_p0 = gradient_module.backward(chain, kept, weight, None, grad_x, grad_bulk)
-    return [kept.log_norm, grad_x, grad_bulk, grad_p0, kept.redone]
+    return [kept.log_norm, grad_x, grad_bulk, grad_p0, kept.recomputed]
 
 
 def error(result: Tensor, expected: Tensor) -> float:
