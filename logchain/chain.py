@@ -36,13 +36,15 @@ class Chain:
             [c] or [n, c].
         starts, lengths: of packed sequences the first row and the number of rows of each (n), on the host.
         packed: whether sequences are packed.
+        padded: whether these are computed in padded batches.
     """
 
     starts: Tensor
     lengths: Tensor
 
     def __init__(self, operands: Operands, bounds: tuple[Tensor, Tensor] | None, p0: Tensor, bulk: Transition) -> None:
-        self.operands, self.packed, self._p0, self._bulk = operands, bounds is not None, p0, bulk
+        self.operands, self._p0, self._bulk = operands, p0, bulk
+        self.packed = self.padded = bounds is not None
         if bounds is not None:
             self.starts, self.lengths = bounds[0], bounds[1] - bounds[0]
 
@@ -93,7 +95,7 @@ class Chain:
 
     def batches(self) -> Iterator[Operands]:
         """The operands of the batch, or of batches of packed sequences, the longest first."""
-        if self.packed:
+        if self.padded:
             yield from map(self._batch, self._groups)
         else:
             yield self.operands
@@ -106,7 +108,7 @@ class Chain:
 
     def by_sequence(self, values: Sequence[Tensor], lead: int = 0) -> Tensor:
         """Values [*B, ...] or [n, ...], from those of the sequences of each batch (k, ...), after `lead` other axes."""
-        if not self.packed:
+        if not self.padded:
             return values[0]
         place = torch.argsort(torch.cat(self._groups)).to(values[0].device)
         return torch.cat(list(values), lead).index_select(lead, place)
@@ -116,7 +118,7 @@ class Chain:
 
         `lead`: the number of axes before these.
         """
-        if not self.packed:
+        if not self.padded:
             return values[0]
         rows, parts = [], []
         for members, value in zip(self._groups, values, strict=True):
@@ -130,7 +132,7 @@ class Chain:
     def counts(self, values: Sequence[Tensor], parameter: int, *, by_step: bool) -> Tensor:
         """Expected counts in the shape of a parameter, from those of each batch; `by_step`: one for each step."""
         shape = self._bulk.parameters[parameter].shape
-        if not self.packed:
+        if not self.padded:
             return values[0] if by_step else values[0].reshape(shape)
         if not (by_step or self._by_row(parameter)):
             return torch.stack(list(values)).sum(0).reshape(shape)
@@ -142,6 +144,8 @@ class Chain:
         """Paths [*S, *B, v] or [*S, total] of the sequences of each batch [*S, k, v]; -1 after a sequence's end."""
         if not self.packed:
             return [_inside(states, self.operands.lengths)]
+        if not self.padded:
+            return [states]
         return [
             _inside(states[..., self._rows(members).to(states.device)], self.lengths[members].to(states.device))
             for members in self._groups
@@ -171,7 +175,7 @@ class Chain:
         return self._bulk.leads[parameter] not in ((), (1,))
 
     def _batch(self, members: Tensor) -> Operands:
-        x, transition, p0, _, log_params = self.operands
+        x, transition, p0, _, log_params, _ = self.operands
         lengths, rows = self.lengths[members], self._rows(members)
         start, end = int(rows[0, 0]), int(rows[0, -1]) + 1
         rows = rows.to(x.device)
@@ -190,17 +194,19 @@ class Chain:
 
     # ------------------------------------------------------------------------------------------------- in place
 
-    def in_place(self, *, one_matrix: bool = False) -> bool:
-        """Whether kernels take packed sequences where they lie, as they can on a CPU.
+    def in_place(self, *, one_matrix: bool = False) -> "Chain":
+        """The chain as one batch of packed sequences where they lie, if kernels can take them so, as on a CPU.
 
         Few long ones are cut into segments as batches, but for queries of chains with one matrix.
         """
-        tensors = self.operands.tensors
-        if not (self.packed and isinstance(self.operands.transition, Dense) and is_plain(tensors)):
-            return False
-        if self.operands.x.numel() == 0 or not all(kernels.in_c(one) for one in tensors):
-            return False
-        return not self._by_row(0) if one_matrix else not self._in_segments
+        operands, tensors = self.operands, self.operands.tensors
+        if not (self.packed and operands.is_dense and is_plain(tensors) and operands.x.numel()):
+            return self
+        if not all(kernels.in_c(one) for one in tensors) or (self._by_row(0) if one_matrix else self._in_segments):
+            return self
+        chain = copy(self)
+        chain.padded, chain.operands = False, operands._replace(lengths=self.lengths, packed=self)
+        return chain
 
     @cached_property
     def _in_segments(self) -> bool:

@@ -51,7 +51,7 @@ def check(
 
 
 def _check_batch(operands: Operands) -> None:
-    x, transition, p0, ends, _ = operands
+    x, transition, p0, ends, *_ = operands
     for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
         axes = parameter.dim() - own
         check_values(x, parameter.reshape(*parameter.shape[:axes], parameter.shape[axes:].numel(), 1), p0, ends)

@@ -10,7 +10,6 @@ from .chain import Chain
 from .operands import differentiated, with_steps
 from .queries.messages import messages
 from .schedules import choose
-from .schedules.packed import PackedChain
 from .transitions import Transition
 
 
@@ -85,7 +84,7 @@ def forward_backward(
         if short is not None:
             return Messages(*short.messages(x, with_steps(bulk), p0))
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
-    if chain.in_place() and not differentiated(x, bulk, p0):
-        return Messages(*PackedChain(chain).messages())
+    if not differentiated(x, bulk, p0):
+        chain = chain.in_place()
     forward, backward, log_norm = zip(*chain.map(messages), strict=True)
     return Messages(chain.by_variable(forward), chain.by_variable(backward), chain.by_sequence(log_norm))

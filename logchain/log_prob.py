@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor
-from .autograd.chain import packed_log_norm
-from .autograd.paths import log_weight, packed_log_weight
+from .autograd.paths import weight_of
 from .chain import Chain
 from .queries.operands import Operands, checked
 from .queries.product import log_norm
@@ -62,23 +61,15 @@ def log_prob(
     >>> log_prob(x, bulk, torch.tensor([0.5, 0.5]), paths).exp()
     tensor([0.4050, 0.0450, 0.0000])
     """
-    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens).in_place()
     states = as_paths(states, x)
-    if chain.in_place():
-        states = checked(states, x.shape[-1], "states")
-        result = _less(packed_log_weight(chain, states), packed_log_norm(chain))
-    else:
-        result = chain.by_sequence(chain.map(_of_batch, chain.paths(states)), states.dim() + 1 - x.dim())
+    result = chain.by_sequence(chain.map(_of_batch, chain.paths(states)), states.dim() + 1 - x.dim())
     return result.to(chain.dtype)
 
 
 def _of_batch(operands: Operands, states: Tensor) -> Tensor:
-    x, transition, p0, lengths, log_params = operands
-    states = checked(states, x.shape[-1], "states")
-    return _less(log_weight(x, transition, p0, states, lengths, log_params), log_norm(operands))
-
-
-def _less(weight: Tensor, norm: Tensor) -> Tensor:
+    states = checked(states, operands.x.shape[-1], "states")
+    weight, norm = weight_of(operands, states), log_norm(operands)
     # a path may be impossible because the whole sequence is: -inf - (-inf) must not become NaN
     impossible = (weight == -torch.inf) & ~norm.isnan()
     return torch.where(impossible, -torch.inf, weight - norm)

@@ -13,7 +13,6 @@ from .queries.operands import Operands
 from .queries.product import posteriors
 from .rescues import report_chains
 from .schedules import choose
-from .schedules.packed import PackedChain
 from .transitions import Transition
 
 
@@ -90,9 +89,8 @@ def marginals(
             return Marginals(states, None if expected is None else expected.view(bulk.shape), log_norm)
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
     check_choice("transitions", transitions, (None, "sum", "full"))
-    if isinstance(bulk, Tensor) and plain and transitions != "full" and chain.in_place():
-        states, expected, log_norm = PackedChain(chain, by_log=True).posteriors(transitions == "sum")
-        return Marginals(states, None if expected is None else expected.view(bulk.shape), log_norm)
+    if plain and transitions != "full":
+        chain = chain.in_place()
     values, states_of, counts_of = zip(*chain.map(partial(_of_batch, transitions=transitions)), strict=True)
     counted: Tensor | Transition | None = None
     if transitions is not None:

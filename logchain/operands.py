@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from . import kernels
 from .arguments import check_lengths
 from .internals import is_intercepted
 from .kernels import on_gpu as on_gpu
@@ -18,14 +17,31 @@ _Bulk = TypeVar("_Bulk")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, str, type(None)}
 
 
-class Operands(NamedTuple):
-    """The operands of all functions of a chain, see `logchain.product`; `lengths` [*B] have been checked."""
+class PackedLayout(NamedTuple):
+    """The layout of packed sequences in g sets of m: the part of a `Layout` that rows take, which lie in place."""
 
-    x: Tensor
-    bulk: Tensor
-    p0: Tensor
-    lengths: Tensor | None
-    log_params: bool
+    g: int
+    m: int
+
+    def grouped(self, tensor: Tensor) -> Tensor:
+        """A tensor [n] as (g, m)."""
+        return tensor.reshape(self.g, self.m)
+
+    def batched(self, tensor: Tensor) -> Tensor:
+        """A tensor (g, m) as [n]."""
+        return tensor.reshape(-1)
+
+    def steps_first(self, x: Tensor) -> Tensor:
+        """Rows as they are."""
+        return x
+
+    def matrices(self, bulk: Tensor) -> Tensor:
+        """Matrices as they are."""
+        return bulk
+
+    def states(self, values: Tensor) -> Tensor:
+        """Values (n, c) of states as they are."""
+        return values
 
 
 def chain_of(
@@ -34,22 +50,32 @@ def chain_of(
     p0: Tensor,
     lengths: Tensor | None,
     log_params: bool,
+    packed: Any = None,
     *,
     by_log: bool = False,
     whole: bool = False,
-) -> tuple[Layout, Chain]:
-    """The layout and the chain, cut at the longest length unless `whole` or on a GPU, where lengths are not read."""
+) -> tuple[Any, Chain]:
+    """The layout and the chain, cut at the longest length unless `whole` or on a GPU, where lengths are not read.
+
+    `packed`: the sequences are those rows of x [total, c] that it says, with matrices [total or 1, c, c].
+    """
+    dtype = arithmetic_dtype(x, bulk, p0)
+    if packed is not None:
+        ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
+        p0 = p0 if p0.dim() > 1 else p0[None]
+        chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
+        return PackedLayout(chain.g, chain.m), chain
     layout = Layout.of(x, bulk)
     ends, v = None, x.shape[-2]
     if lengths is not None:
         ends = layout.grouped(lengths)[..., None]
-        if not kernels.on_gpu(p0):
+        if not on_gpu(p0):
             check_lengths(lengths, v)
             v = v if whole else int(lengths.max())
     steps, matrices = layout.steps_first(x), layout.matrices(bulk)
     if lengths is not None or v == 1:
         steps, matrices = steps[:v], matrices[: v - 1]
-    return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, arithmetic_dtype(x, bulk, p0), by_log)
+    return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, dtype, by_log)
 
 
 def with_steps(bulk: _Bulk) -> _Bulk:

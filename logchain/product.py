@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag
-from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
+from .autograd.chain import log_norm, log_norm_in_pieces, short_log_norm
 from .autograd.chain_operators import short_of
 from .autograd.tree import log_norm_by_tree
 from .chain import Chain
@@ -13,7 +13,7 @@ from .operands import differentiated, with_steps
 from .progress import check_progress
 from .queries.operands import Operands
 from .queries.product import check_options as check_structured_options
-from .queries.product import log_norm as log_norm_of_structures
+from .queries.product import log_norm as log_norm_of_any
 from .schedules import budget, choose
 from .schedules.choose import Strategy
 from .transitions import Transition
@@ -142,26 +142,22 @@ def product(
         check_progress()
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
-    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens, in_pieces=memory_budget is not None)
-    if chain.packed and chain.operands.is_dense:
-        value = packed_log_norm(chain)
-    else:
-        query = partial(_of_batch, strategy=strategy, memory_budget=memory_budget, progress=progress)
-        value = chain.by_sequence(chain.map(query))
-    return value.to(chain.dtype)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens, in_pieces=memory_budget is not None).in_place()
+    query = partial(_of_batch, strategy=strategy, memory_budget=memory_budget, progress=progress)
+    return chain.by_sequence(chain.map(query)).to(chain.dtype)
 
 
 def _of_batch(operands: Operands, strategy: str, memory_budget: int | None, progress: bool) -> Tensor:
-    if not operands.is_dense:
-        return log_norm_of_structures(operands)
-    dense = x, bulk, p0, lengths, _ = operands.dense
+    if operands.packed or not operands.is_dense:
+        return log_norm_of_any(operands)
+    x, bulk, p0, lengths, _ = dense = operands.dense
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
         steps_between_checkpoints = budget.every_within(memory_budget, x, bulk, p0, keep)
         if steps_between_checkpoints is not None:
-            return log_norm_in_pieces(dense, steps_between_checkpoints, keep, progress)
+            return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
         return log_norm_by_tree(*dense)
     schedule = choose.of(x, bulk, p0, lengths is not None, "sequential" if strategy == "tree" else strategy)
-    return log_norm(*dense, schedule=schedule, dtype=operands.dtype)
+    return log_norm(operands, schedule, operands.dtype)

@@ -1,20 +1,13 @@
 """State paths drawn from their posterior."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import kernels
 from .arguments import Lengths
-from .autograd.operator import mapped_first, operator
 from .chain import Chain
-from .kernels.chain import Chain as Batch
-from .operands import chain_of
-from .queries.paths import drawn_paths
-from .rescues import report_chains
-from .schedules.packed import PackedChain
+from .queries.draws import drawn_paths
 from .transitions import Transition
 
 
@@ -73,51 +66,9 @@ def sample(
             [1, 1, 1],
             [1, 1, 1]])
     """
-    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens).in_place(one_matrix=True)
     check_draws(num_samples, generator, x)
-    if chain.in_place(one_matrix=True):
-        with torch.no_grad(), kernels.arithmetic_on(x):
-            return _drawn(PackedChain(chain).chain, (num_samples, len(x)), generator)
     return chain.by_variable(chain.map(partial(drawn_paths, count=num_samples, generator=generator)), 1)
-
-
-def _sample(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    num_samples: int,
-    generator: torch.Generator | None,
-    log_params: bool,
-) -> Tensor:
-    states = _shape(x, bulk, p0, lengths, num_samples, generator, log_params)
-    if states.numel() == 0:
-        return states
-    with torch.no_grad():
-        layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
-        return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
-
-
-def _drawn(chain: Batch, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
-    residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
-    report_chains(residuals.recomputed)
-    states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
-    states.view(torch.float64).uniform_(generator=generator)
-    kernels.module("sample", chain.x).draw(chain, residuals, states)
-    return states
-
-
-def _shape(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, num_samples: int, *_: Any) -> Tensor:
-    return x.new_empty((num_samples, *x.shape[:-1]), dtype=torch.int64)
-
-
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-    if info.randomness != "different":
-        raise RuntimeError(f"sample: expected vmap(..., randomness='different'), got {info.randomness!r}")
-    operands = mapped_first(info.batch_size, in_dims, args[:4], (False, True, True, False))
-    return torch.ops.logchain.sample(*operands, *args[4:]), 1
 
 
 def check_draws(num_samples: object, generator: object, x: Tensor) -> None:
@@ -132,14 +83,3 @@ def check_draws(num_samples: object, generator: object, x: Tensor) -> None:
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
     if generator.device.type != x.device.type or generator.device.index not in (None, x.device.index):
         raise ValueError(f"generator: expected device {x.device}, got {generator.device}")
-
-
-# the tag of the operator keeps compilers from merging two calls with equal arguments, which are two draws
-operator(
-    "sample(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, SymInt num_samples, Generator? generator,"
-    " bool log_params) -> Tensor",
-    _sample,
-    _shape,
-    vmap=_vmap,
-    tags=(torch.Tag.nondeterministic_seeded,),
-)

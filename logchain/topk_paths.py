@@ -3,11 +3,9 @@
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .arguments import Lengths
-from .autograd.viterbi import packed_paths
 from .chain import Chain
 from .queries.topk import ranked_paths
 from .transitions import Transition
@@ -73,16 +71,10 @@ def topk_paths(
             [0, 0, 0],
             [1, 1, 0]]), scores=tensor([-0.1394, -0.9039, -1.5257]))
     """
-    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens).in_place(one_matrix=True)
     _check_k(k)
-    if chain.in_place(one_matrix=True):
-        paths, weights, _ = packed_paths(chain, k)
-        order = weights.detach().argsort(stable=True, dim=0, descending=True)  # [k, n]
-        ranks = torch.repeat_interleave(order, chain.lengths, -1)
-        return Paths(paths.gather(0, ranks), weights.gather(0, order).mT.to(chain.dtype))
-    found = chain.map(partial(ranked_paths, k=k))
-    states = chain.by_variable([one[0].movedim(-2, 0) for one in found], 1)
-    scores = chain.by_sequence([one[1] for one in found])
+    ranked, scores_of = zip(*chain.map(partial(ranked_paths, k=k)), strict=True)
+    states, scores = chain.by_variable(ranked, 1), chain.by_sequence(scores_of)
     return Paths(states if chain.packed else states.movedim(0, -2), scores.to(chain.dtype))
 
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .arguments import Lengths
-from .autograd.viterbi import packed_paths
 from .chain import Chain
 from .queries.paths import best_path
 from .transitions import Transition
@@ -68,10 +67,6 @@ def viterbi(
     >>> viterbi(x, bulk, torch.tensor([0.5, 0.5]))
     Path(states=tensor([1, 1, 1]), score=tensor(1.8606))
     """
-    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
-    if chain.in_place(one_matrix=True):
-        states, score, _ = packed_paths(chain, None)
-    else:
-        found = chain.map(best_path)
-        states, score = chain.by_variable([one[0] for one in found]), chain.by_sequence([one[1] for one in found])
-    return Path(states, score.to(chain.dtype))
+    chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens).in_place(one_matrix=True)
+    states, score = zip(*chain.map(best_path), strict=True)
+    return Path(chain.by_variable(states), chain.by_sequence(score).to(chain.dtype))

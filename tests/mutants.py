@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant("packed counts forget all sequences but the first", "logchain/chain.py",
            "torch.stack(list(values)).sum(0)", "values[0]", "tests/test_packed.py"),
     Mutant("gradients of steps after all ends are not written", "logchain/autograd/chain_operators.py",
-           "        into_x[chain.v :] = 0.0\n", "", table("odd_sizes and cpu-product")),
+           "    gradient[end:] = 0.0\n", "", table("odd_sizes and cpu-product")),
     Mutant("forward derivatives of gradients have no first ones", "logchain/autograd/chain_operators.py",
            "[a + b if need else a for a, b, need", "[a if need else a for a, b, need", "tests/autograd -k hessians"),
     Mutant("log messages of few states lack the matrix's scale", C + "few_loops.h",

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import has_values
-from ..chain import Chain
 from ..internals import is_mapped, is_transformed
-from ..kernels.message import Kept
-from ..operands import Operands, differentiated, is_plain
+from ..operands import differentiated, is_plain
+from ..queries.operands import Operands
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
-from ..schedules.packed import PackedChain
 from ..transitions.dense import Dense
 from . import chain_operators as operators
 from .chain_operators import Saved
@@ -34,24 +32,24 @@ Needs = tuple[bool, ...]
 Gradients = tuple[Tensor | None, ...]
 
 
-def log_norm(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    log_params: bool,
-    *,
-    schedule: choose.Schedule | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """The log-partition [*B], computed in float64, as a tensor of `dtype`. Arguments have been checked.
+def log_norm(operands: Operands, schedule: choose.Schedule | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The log-partition [*B] of dense matrices, computed in float64, as a tensor of `dtype`.
 
     `schedule` None is the one that `choose` finds.
     """
+    keep = differentiated(*operands.tensors)
+    if operands.packed:
+        value: Tensor
+        if keep:
+            value = apply(LogPartition, _Packed(operands.skeleton()), *operands.tensors)
+        else:
+            value = _forward_in_place(operands, False).log_norm
+        return value.to(dtype)
+    x, bulk, p0, lengths, log_params = dense = operands.dense
     schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
     # tensors of torch.func may say that they need no gradient
-    keep = differentiated(x, bulk, p0) or (torch.is_grad_enabled() and is_transformed())
-    value: Tensor = operators.log_norm(x, bulk, p0, lengths, log_params, keep, *schedule)[0]
+    keep = keep or (torch.is_grad_enabled() and is_transformed())
+    value = operators.log_norm(*dense, keep, *schedule)[0]
     return value.to(dtype, copy=keep)  # autograd may have saved the value, which the caller may change
 
 
@@ -61,12 +59,23 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     These are state posteriors, expected transitions and initial posteriors, times a `weight` [*B] if there is one, and
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
-    *tensors, log_params = operands
-    by_log, schedule = True, choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
-    saved = Saved(*operators.log_norm(*operands, True, *schedule))
+    if operands.packed:
+        saved = _forward_in_place(operands, True)
+        with kernels.arithmetic_on(operands.x):
+            return saved.log_norm, operators.backward(
+                operands, saved, torch.ones_like(saved.log_norm), needs, by_log=True
+            )
+    x, bulk, p0, lengths, log_params = dense = operands.dense
+    by_log, schedule = True, choose.of(x, bulk, p0, lengths is not None)
+    saved = Saved(*operators.log_norm(*dense, True, *schedule))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight
-    gradients = operators.log_norm_backward(weight, *tensors, *saved, log_params, by_log, *needs, *schedule)
+    gradients = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, by_log, *needs, *schedule)
     return saved.log_norm, gradients
+
+
+def _forward_in_place(operands: Operands, keep: bool) -> Saved:
+    with kernels.arithmetic_on(operands.x):
+        return operators.forward(operands, keep)
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
@@ -85,26 +94,14 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
 
     `keep`: the checkpoints, for a backward pass. `progress`: show a bar over the pieces of either pass.
     """
-    x, bulk, p0, lengths, log_params = operands
+    tensors, p0 = operands.tensors, operands.p0
     if torch.compiler.is_compiling():
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
-    if x.numel() == 0 or not has_values(p0):  # nothing to cut
-        return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
-    lengths = None if lengths is None else lengths.clone()  # the caller may change them before the backward pass
-    schedule = _Checkpoints(lengths, log_params, every, progress)
-    value: Tensor = apply(LogPartition, schedule, x, bulk, p0) if keep else schedule.forward(x, bulk, p0, keep=False)[0]
+    if operands.x.numel() == 0 or not has_values(p0):  # nothing to cut
+        return log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
+    schedule = _Checkpoints(operands.skeleton(), every, progress)
+    value: Tensor = apply(LogPartition, schedule, *tensors) if keep else schedule.forward(*tensors, keep=False)[0]
     return value
-
-
-def packed_log_norm(packed: Chain) -> Tensor:
-    """The log-partition [n] in float64 of packed sequences with dense matrices."""
-    if not packed.in_place():
-        return packed.by_sequence(packed.map(lambda operands: log_norm(*operands.dense)))
-    tensors = packed.operands.tensors
-    if differentiated(*tensors):
-        value: Tensor = apply(LogPartition, _Rows(packed), *tensors)
-        return value
-    return PackedChain(packed).forward(False).log_norm.view(-1)
 
 
 class Schedule(Protocol):
@@ -203,13 +200,12 @@ class _Short(NamedTuple):
 class _Checkpoints(NamedTuple):
     """The sequential schedule in pieces of `every` steps, which keeps the messages between pieces alone."""
 
-    lengths: Tensor | None
-    log_params: bool
+    skeleton: Operands
     every: int
     progress: bool
 
     def forward(self, *operands: Tensor, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with kernels.arithmetic_on(operands[2]):
+        with kernels.arithmetic_on(operands[1]):
             value, checkpoints = self._pieces(operands).forward(keep)
         return value.clone(), (value, checkpoints)
 
@@ -221,30 +217,25 @@ class _Checkpoints(NamedTuple):
         raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
 
     def _pieces(self, operands: Sequence[Tensor]) -> Checkpoints:
-        x, bulk, p0 = operands
-        return Checkpoints(Operands(x, bulk, p0, self.lengths, self.log_params), self.every, self.progress)
+        return Checkpoints(self.skeleton.of(*operands), self.every, self.progress)
 
 
-class _Rows(NamedTuple):
-    """The sequential schedule of packed sequences, x, p0 and bulk, read in place."""
+class _Packed(NamedTuple):
+    """The sequential schedule of packed sequences that kernels take where they lie: x, p0 and bulk."""
 
-    packed: Chain
+    skeleton: Operands
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        residuals = PackedChain(self.packed.of_tensors(*tensors)).forward(True)
-        return residuals.log_norm.flatten().clone(), residuals[:3]
+        saved = _forward_in_place(self.skeleton.of(*tensors), True)
+        return saved.log_norm.clone(), saved
 
     def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        packed, p0 = PackedChain(self.packed.of_tensors(*tensors)), tensors[1]
-        log_norm, messages, recomputed = saved
-        by_x, by_bulk, start = packed.backward(Kept(log_norm, messages, recomputed), grad, (needs[0], needs[2]))
-        start = start.view(len(grad), -1)
-        gradients = by_x, start if p0.dim() > 1 else start.sum(0), by_bulk
-        return tuple(
-            None if gradient is None or not need else gradient.to(tensor.dtype)
-            for gradient, tensor, need in zip(gradients, tensors, needs, strict=True)
-        )
+        (x, p0, bulk), operands = needs, self.skeleton.of(*tensors)
+        with kernels.arithmetic_on(grad):
+            by_x, by_bulk, by_p0 = operators.backward(operands, Saved(*saved), grad, (x, bulk, p0))
+        return if_needed((by_x, by_p0, by_bulk), needs)
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
-        packed = self.packed.of_tensors(*tensors)
-        return packed.by_sequence(packed.map(lambda operands: total(operands.steps())))
+        packed = self.skeleton.packed.of_tensors(*tensors)
+        value: Tensor = packed.by_sequence(packed.map(lambda operands: total(operands.steps())))
+        return value

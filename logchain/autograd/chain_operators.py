@@ -19,10 +19,11 @@ from .. import kernels
 from ..arguments import check_chain
 from ..kernels.layout import Layout
 from ..kernels.message import Kept
-from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
+from ..operands import arithmetic_dtype, chain_of, is_plain, unwritten
+from ..queries.operands import Operands
 from ..rescues import report_chains
 from ..schedules import segments as by_segments
-from ..schedules.choose import SEQUENTIAL
+from ..schedules.choose import SEQUENTIAL, Schedule
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, operator
 from .scan import Steps, second_derivatives, total
@@ -55,30 +56,33 @@ def _forward(
     segments: int,
     warm_up: int,
 ) -> Saved:
-    operands = Operands(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
-        return _kept_shapes(*operands, keep, segments, warm_up)
+        return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments, warm_up)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
         log_norm, messages, recomputed = short.apart(x, bulk, p0, keep)
         report_chains(recomputed)
         return Saved(log_norm, messages, messages.new_empty(0), recomputed)
-    if _is_cut(x, segments):
-        layout, chain = chain_of(*operands, whole=True)
+    return forward(Operands(x, Dense(bulk), p0, lengths, log_params), keep, Schedule(segments, warm_up))
+
+
+def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> Saved:
+    """The log-partition of operands with dense matrices, and if `keep` what the gradient needs."""
+    x, (segments, warm_up) = operands.x, schedule
+    in_segments = _is_cut(x, segments)
+    layout, chain = chain_of(*operands.dense, operands.packed, whole=in_segments)
+    if in_segments:
         saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
-        return saved._replace(log_norm=_in_order(layout, saved.log_norm))
-    layout, chain = chain_of(*operands)
-    memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
-    kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
-    report_chains(kept.recomputed)
-    extra = kept.messages.new_empty(0) if kept.bound is None else kept.bound[None] if kept.halved else kept.bound
-    return Saved(_in_order(layout, kept.log_norm), kept.messages, extra, kept.recomputed)
-
-
-def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
-    """The log-partition (g, m) as [*B], in separate memory."""
-    return layout.batched(log_norm).clone(memory_format=torch.contiguous_format)
+    else:
+        steps = chain.v if operands.packed else x.shape[-2]
+        memory = kernels.new_messages(chain, steps) if keep else None
+        options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
+        kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
+        report_chains(kept.recomputed)
+        extra = kept.messages.new_empty(0) if kept.bound is None else kept.bound[None] if kept.halved else kept.bound
+        saved = Saved(kept.log_norm, kept.messages, extra, kept.recomputed)
+    in_order = layout.batched(saved.log_norm).clone(memory_format=torch.contiguous_format)
+    return saved._replace(log_norm=in_order)
 
 
 def _go_together(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
@@ -135,35 +139,34 @@ def _kept_shapes(
 
 def _backward(grad: Tensor, *args: Any) -> Gradients:
     x, bulk, p0, lengths, log_norm, messages, extra, recomputed, log_params, by_log, *needs, segments, _ = args
-    operands = Operands(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
         zero_x, zero_bulk, zero_p0 = unwritten((x, bulk, p0), needs)
         return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
-        return _gradients(operands, Saved(log_norm, messages, extra, recomputed), grad, needs, by_log, segments)
+        saved = Saved(log_norm, messages, extra, recomputed)
+        operands = Operands(x, Dense(bulk), p0, lengths, log_params)
+        return backward(operands, saved, grad, needs, by_log=by_log, segments=segments)
     gradients = short.gradients(x, bulk, p0, (log_norm, messages, recomputed), grad, needs, by_log=by_log)
     grad_x, grad_bulk, grad_p0 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return grad_x, grad_bulk, grad_p0
 
 
-def _gradients(
-    operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], by_log: bool, segments: int
+def backward(
+    operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], *, by_log: bool = False, segments: int = 1
 ) -> Gradients:
-    x, bulk, p0, *_ = operands
+    """The gradients of `sum(grad * log_norm)`; `saved` and `segments` are those of `forward`."""
+    x, bulk, p0, *_ = operands.dense
     grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
     in_segments = _is_cut(x, segments)
-    layout, chain = chain_of(*operands, by_log=by_log, whole=in_segments)
-    into_x = into_bulk = None
-    if needs[0]:
-        into_x = layout.steps_first(grad_x)
-        into_x[chain.v :] = 0.0
-        into_x = into_x[: chain.v]
+    layout, chain = chain_of(*operands.dense, operands.packed, by_log=by_log, whole=in_segments)
     wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
-    if needs[1]:
-        into_bulk = layout.matrices(wide)
-        into_bulk[chain.v - 1 :] = 0.0
-        into_bulk = into_bulk[: chain.v - 1]
+    into_x = layout.steps_first(grad_x) if needs[0] else None
+    into_bulk = layout.matrices(wide) if needs[1] else None
+    if operands.packed:
+        wide.zero_()  # no transition leads into a first row
+    else:
+        into_x, into_bulk = _until(into_x, chain.v), _until(into_bulk, chain.v - 1)
     saved = saved._replace(log_norm=layout.grouped(saved.log_norm))
     weight = layout.grouped(grad)
     if in_segments:
@@ -178,6 +181,14 @@ def _gradients(
     if needs[2]:
         grad_p0.copy_(layout.states(start).sum_to_size(p0.shape))
     return grad_x, grad_bulk, grad_p0
+
+
+def _until(gradient: Tensor | None, end: int) -> Tensor | None:
+    """The part of a gradient (steps, ...) before `end`; the others are 0 now."""
+    if gradient is None:
+        return None
+    gradient[end:] = 0.0
+    return gradient[:end]
 
 
 def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *args: Any) -> Gradients:

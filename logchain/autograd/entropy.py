@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..kernels.numbers import log_weights
 from ..kernels.plain import entropy as formula
-from ..operands import Operands, chain_of
+from ..operands import chain_of
+from ..queries.operands import Operands
 from ..rescues import report_chains
+from ..transitions.dense import Dense
 from .chain import posteriors
 from .chain_operators import log_norm_second
 from .operator import if_needed, operator
@@ -71,7 +73,8 @@ class _Entropy(torch.autograd.Function):
 
 def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
     """The posteriors under q less those under p, divided by the weights of q where these are not logarithms."""
-    under_p, under_q = (posteriors(Operands(*one, lengths, log_params), (True, True, True), grad)[1] for one in (p, q))
+    chains = (Operands(x, Dense(bulk), p0, lengths, log_params) for x, bulk, p0 in (p, q))
+    under_p, under_q = (posteriors(chain, (True, True, True), grad)[1] for chain in chains)
     counts = [one - other for one, other in zip(under_q, under_p, strict=True)]
     if log_params:
         return counts

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..chain import Chain
 from ..kernels.numbers import log_weights
+from ..queries.operands import Operands
 from ..transitions import Transition
 from ..transitions.dense import Dense
 from ..transitions.semiring import LINEAR, LOG
@@ -49,12 +49,18 @@ def sum_of_logs(terms: Tensor, *, exact: bool) -> Tensor:
     return _sum(terms, lambda a: a.sum(-1), lambda a: a[..., None], exact)
 
 
-def packed_log_weight(chain: Chain, states: Tensor) -> Tensor:
-    """The `log_weight` [*S, n] of paths [*S, total] of packed sequences with dense matrices."""
-    x, bulk, p0, _, log_params = chain.operands.dense
-    n, rows = len(chain.lengths), torch.arange(len(x), device=x.device)
-    sequence = torch.repeat_interleave(chain.lengths).to(x.device)  # (total)
-    first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, chain.starts.to(x.device), True)
+def weight_of(operands: Operands, states: Tensor) -> Tensor:
+    """The `log_weight` [*S, *B] of paths [*S, *B, v], or [*S, n] of paths [*S, total] of packed sequences."""
+    x, transition, p0, lengths, log_params, packed = operands
+    return _of_packed(operands, states) if packed else log_weight(x, transition, p0, states, lengths, log_params)
+
+
+def _of_packed(operands: Operands, states: Tensor) -> Tensor:
+    (x, bulk, p0, lengths, log_params), starts = operands.dense, operands.packed.starts
+    assert lengths is not None
+    n, rows = len(lengths), torch.arange(len(x), device=x.device)
+    sequence = torch.repeat_interleave(lengths).to(x.device)  # (total)
+    first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, starts.to(x.device), True)
     impossible, states = states < 0, states.clamp(min=0)
     start = p0.expand(n, -1)[sequence, states].double()
     moved = bulk[rows if len(bulk) > 1 else 0, states.roll(1, -1), states].double()

@@ -25,7 +25,11 @@ def messages(operands: Operands) -> Messages:
     with_gradients = differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed())
     if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):
         return _by_scan(operands)
-    results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
+    if operands.packed:
+        with kernels.arithmetic_on(operands.x):
+            results: Any = _in_place(operands)
+    else:
+        results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
     if results is None:
         return _by_scan(operands)
     forward, backward, log_norm = (each.to(operands.dtype) for each in results)
@@ -50,6 +54,12 @@ def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_p
     first[chain.v :] = last[chain.v :] = -torch.inf
     log_norm.copy_(layout.batched(kernels.load("cpu.messages").messages(chain, first[: chain.v], last[: chain.v])))
     return forward, backward, log_norm
+
+
+def _in_place(operands: Operands) -> Messages:
+    layout, chain = chain_of(*operands.dense, operands.packed)
+    forward, backward = (chain.new(*chain.x.shape) for _ in range(2))
+    return forward, backward, layout.batched(kernels.load("cpu.messages").messages(chain, forward, backward))
 
 
 def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:

@@ -21,20 +21,23 @@ from ..internals import is_exported, is_transformed
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Factors, Structured
-from ..operands import Operands as DenseOperands
 from ..operands import is_plain
 from ..transitions import Transition
 from ..transitions.dense import Dense
 
 
 class Operands(NamedTuple):
-    """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None."""
+    """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None.
+
+    Of packed sequences that kernels take where they lie, x is [total, c], `lengths` (n), and `packed` the whole chain.
+    """
 
     x: Tensor
     transition: Transition
     p0: Tensor
     lengths: Tensor | None
     log_params: bool
+    packed: Any = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -52,13 +55,13 @@ class Operands(NamedTuple):
         return isinstance(self.transition, Dense)
 
     @property
-    def dense(self) -> DenseOperands:
-        """The operands with matrices in place of a dense transition."""
+    def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+        """The arguments of operators, with matrices in place of a dense transition."""
         (bulk,), p0 = self.transition.parameters, self.p0
         if not is_plain(self.tensors):  # the rule for vmap takes operands that have all batch axes
             bulk = bulk[(None,) * (self.x.dim() + 1 - bulk.dim())]
             p0 = p0[(None,) * (self.x.dim() - 1 - p0.dim())]
-        return DenseOperands(self.x, bulk, p0, self.lengths, self.log_params)
+        return self.x, bulk, p0, self.lengths, self.log_params
 
     def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
         """The operands with other tensors of the same shapes."""
@@ -72,7 +75,7 @@ class Operands(NamedTuple):
         """All but the tensors, which `of` puts back, with a copy of lengths, which the caller may change."""
         nothing: Any = None
         lengths = None if self.lengths is None else self.lengths.clone()
-        return Operands(nothing, self.transition.with_parameters(), nothing, lengths, self.log_params)
+        return self._replace(x=nothing, transition=self.transition.with_parameters(), p0=nothing, lengths=lengths)
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as kernels take them; see `Structured.by_log`."""
@@ -89,7 +92,7 @@ class Operands(NamedTuple):
 
     def steps(self, *, entered: bool = False) -> Steps:
         """The operands as the differentiable scan takes them."""
-        return Steps(*self, entered=entered)
+        return Steps(*self[:5], entered=entered)
 
     def part(self, start: int, stop: int) -> "Operands":
         """The variables from `start` to before `stop`, and the matrices that lead into these."""
@@ -169,7 +172,7 @@ def is_blocks(pattern: object) -> bool:
 
 def multiplied_out(operands: Operands) -> Operands:
     """The operands in float64 with dense matrices, of logarithms, in place of a structure."""
-    x, transition, p0, lengths, log_params = operands
+    x, transition, p0, lengths, log_params, _ = operands
     logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
     matrices = Dense(logs.to_dense(log_params=True))
     return Operands(x.double(), matrices, log_weights(p0, log_params, torch.float64), lengths, True)

@@ -23,6 +23,7 @@ from ..operands import differentiated
 from ..rescues import report_chains
 from ..schedules.choose import check_strategy
 from ..transitions import LOG
+from ..transitions.dense import Dense
 from .logarithms import gradients as gradients_in_logarithms
 from .operands import Operands, is_blocks
 
@@ -32,7 +33,7 @@ Needs = tuple[bool, bool, bool]
 def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
     if operands.is_dense:
-        return dense_log_norm(*operands.dense)
+        return dense_log_norm(operands)
     if operands.x.numel() == 0:  # nothing but a graph
         nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
         return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
@@ -46,13 +47,13 @@ def log_norm(operands: Operands) -> Tensor:
 
 def _of_blocks(operands: Operands) -> Tensor:
     """The log-partition [*B] of blocks that do not mix: each is a chain of its own, with dense matrices."""
-    x, transition, p0, ends, log_params = operands
+    x, transition, p0, ends, log_params, _ = operands
     (blocks,) = transition.parameters
     count, size = blocks.shape[-3:-1]
     sequences = x.unflatten(-1, (count, size)).movedim(-2, -3)  # [*B, blocks, v, size]
     lengths = None if ends is None else ends[..., None].expand(*ends.shape, count)
-    chains = sequences, blocks.movedim(-3, -4), p0.unflatten(-1, (count, size)), lengths, log_params
-    values = dense_log_norm(*chains)
+    matrices, starts = Dense(blocks.movedim(-3, -4)), p0.unflatten(-1, (count, size))
+    values = dense_log_norm(Operands(sequences, matrices, starts, lengths, log_params))
     unknown = values.isnan().any(-1)
     # the sum of NaN has a gradient of 0 where it counts for nothing
     return torch.where(unknown, values.sum(-1), LOG.sum(values.masked_fill(unknown[..., None], 0.0), -1))
@@ -66,7 +67,7 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     """
     if operands.is_dense:
         wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
-        value, (x, bulk, p0) = dense_posteriors(wide.dense, needs)
+        value, (x, bulk, p0) = dense_posteriors(wide, needs)
         return value, Gradients(x, (bulk,), p0)
     direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
     again = differentiated(*operands.tensors)

@@ -16,26 +16,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autograd.paths import log_weight
+from ..autograd.paths import weight_of
 from ..autograd.scan import Steps
-from ..autograd.viterbi import best_paths as dense_best_paths
 from .operands import Operands, check_products
-from .paths import best_walk, possible
+from .paths import best_walk, dense_best_paths, possible
 
 
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
-    """The k best paths int64 [*B, k, v], -1 where there is no state, and their log-weights [*B, k] in falling order."""
-    x, transition, p0, lengths, log_params = operands
-    check_products(transition)
-    if operands.is_dense:
-        states, unknown = dense_best_paths(*operands.dense, k)
-    else:
-        states, unknown = topk_paths(operands, k)
-    scores = log_weight(x, transition, p0, states.movedim(-2, 0), lengths, log_params).movedim(0, -1)
-    scores = scores.masked_fill(unknown[..., None], math.nan)
+    """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state, and log-weights [*B, k], falling."""
+    check_products(operands.transition)
+    states, unknown = dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
+    states = states if operands.packed else states.movedim(-2, 0)
+    scores = weight_of(operands, states).masked_fill(unknown, math.nan)
     # scores are rounded otherwise than the messages by which the paths were found, and may be in another order
-    order = scores.detach().argsort(stable=True, dim=-1, descending=True)
-    return states.gather(-2, order[..., None].expand_as(states)), scores.gather(-1, order)
+    order = scores.detach().argsort(stable=True, dim=0, descending=True)
+    ranks = order.repeat_interleave(operands.packed.lengths, -1) if operands.packed else order[..., None]
+    return states.gather(0, ranks.expand_as(states)), scores.gather(0, order).movedim(0, -1)
 
 
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:

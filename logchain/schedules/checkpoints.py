@@ -18,8 +18,9 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.chain import Chain
 from ..kernels.message import Message
-from ..operands import Operands, chain_of
+from ..operands import chain_of
 from ..progress import bar
+from ..queries.operands import Operands
 from ..rescues import report_chains
 from .transfers import Gradient, pieces
 
@@ -29,7 +30,7 @@ class Checkpoints:
 
     def __init__(self, operands: Operands, every: int, progress: bool = False) -> None:
         self._operands, self._every, self._progress = operands, every, progress
-        self._layout, self._chain = chain_of(*operands)
+        self._layout, self._chain = chain_of(*operands.dense)
         self._kernels, last = kernels.chain_kernels(operands.p0), self._chain.v - 1
         # ranges of transitions and of variables of each piece; no transition leads into the first variable of all
         stops = [*range(every, last, every), last]
@@ -57,10 +58,10 @@ class Checkpoints:
     def backward(
         self, grad: Tensor, log_norm: Tensor, checkpoints: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, bulk and p0 of `sum(grad * log_norm)`, None for one that is not needed."""
-        (x, bulk, p0), layout, chain = self._operands[:3], self._layout, self._chain
+        """The gradients of x, p0 and bulk of `sum(grad * log_norm)`, None for one that is not needed."""
+        (x, p0, bulk), layout, chain = self._operands.tensors, self._layout, self._chain
         weight, norms = layout.grouped(grad), layout.grouped(log_norm)
-        of_x, of_bulk = (operand if need else None for operand, need in zip((x, bulk), needs, strict=False))
+        of_x, of_bulk = (operand if need else None for operand, need in ((x, needs[0]), (bulk, needs[2])))
         into_x = Gradient(of_x, layout.steps_first, self._variables, x.dtype, p0.device)
         into_bulk = Gradient(of_bulk, self._matrices, self._transitions, chain.dtype, p0.device)
         messages = p0.new_empty(min(self._every, chain.v) + 1, chain.g, chain.m, chain.c, dtype=chain.dtype)
@@ -73,11 +74,12 @@ class Checkpoints:
             into_x.put()
             into_bulk.put()
         assert following is not None
-        grad_p0 = layout.states(following).sum_to_size(p0.shape).to(p0.dtype) if needs[2] else None
-        return into_x.whole(), into_bulk.whole(), grad_p0
+        grad_p0 = layout.states(following).sum_to_size(p0.shape).to(p0.dtype) if needs[1] else None
+        return into_x.whole(), grad_p0, into_bulk.whole()
 
     def _matrices(self, bulk: Tensor) -> Tensor:
-        return self._layout.matrices(bulk)[: len(self._chain.bulk)]
+        matrices: Tensor = self._layout.matrices(bulk)[: len(self._chain.bulk)]
+        return matrices
 
     def _pieces(self, order: Sequence[int], title: str) -> Iterator[tuple[int, Chain]]:
         """The number and the chain of each piece, in this order; valid until the next is taken."""

@@ -1,0 +1,107 @@
+"""State paths drawn from their posterior, as an operator of torch.
+
+Those of structures are traced back through the log messages m of a forward pass, `z_{i-1}` with the weights
+`exp(m_{i-1}) P_i(., z_i)`: in float64, but for bands and arcs on a CPU, which C computes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..autograd.operator import mapped_first, operator
+from ..autograd.scan import forward_messages
+from ..kernels.chain import Chain
+from ..operands import chain_of
+from ..rescues import report_chains
+from ..transitions import LOG
+from ..transitions.transition import pick
+from .operands import Operands
+from .paths import possible
+
+
+@torch.no_grad()
+def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
+    """Paths int64 [count, *B, v] drawn from the posterior, or [count, total] of packed sequences.
+
+    States are -1 after a sequence's end, and everywhere if there is no path.
+    """
+    x = operands.x
+    if operands.packed:
+        with kernels.arithmetic_on(x):
+            return _drawn(chain_of(*operands.dense, operands.packed)[1], (count, len(x)), generator)
+    if operands.is_dense:
+        *tensors, log_params = operands.dense
+        drawn: Tensor = _sample(*tensors, count, generator, log_params)
+        return drawn
+    if count == 0 or x.numel() == 0:
+        return x.new_empty((count, *x.shape[:-1]), dtype=torch.int64)
+    numbers = x.new_empty((count, *x.shape[:-1]), dtype=torch.float64).uniform_(generator=generator)
+    in_c: Tensor | None = operands.in_c("draws", numbers)
+    if in_c is not None:
+        return in_c
+    steps = operands.detached().steps()
+    values = [message.values for message in forward_messages(steps)]
+    numbers = steps.layout.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
+    state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
+    found = [state]
+    for step in reversed(range(1, steps.v)):
+        before = steps.transition(step).draw(values[step - 1], state, numbers[step - 1])
+        inside = steps.inside(step)
+        state = before if inside is None else torch.where(inside[..., 0], before, state)
+        found.append(state)
+    drawn = torch.stack(found[::-1]).movedim(1, -1)  # (v, g, m, count)
+    weight = LOG.sum(values[-1], -1)[..., None]
+    return possible(steps, drawn.permute(1, 2, 3, 0), weight).movedim(-2, 0)
+
+
+def _forward(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    num_samples: int,
+    generator: torch.Generator | None,
+    log_params: bool,
+) -> Tensor:
+    if num_samples == 0 or x.numel() == 0:
+        return _shape(x, bulk, p0, lengths, num_samples)
+    with torch.no_grad():
+        layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
+        drawn = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
+        states: Tensor = layout.states(drawn.view(num_samples, *chain.lead, x.shape[-2]))
+        return states.contiguous()
+
+
+def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
+    residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
+    report_chains(residuals.recomputed)
+    states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
+    states.view(torch.float64).uniform_(generator=generator)
+    kernels.module("sample", chain.x).draw(chain, residuals, states)
+    return states
+
+
+def _shape(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, num_samples: int, *_: Any) -> Tensor:
+    return x.new_empty((num_samples, *x.shape[:-1]), dtype=torch.int64)
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+    if info.randomness != "different":
+        raise RuntimeError(f"sample: expected vmap(..., randomness='different'), got {info.randomness!r}")
+    operands = mapped_first(info.batch_size, in_dims, args[:4], (False, True, True, False))
+    paths: Tensor = _sample(*operands, *args[4:])
+    return paths, 1
+
+
+# the tag of the operator keeps compilers from merging two calls with equal arguments, which are two draws
+_sample = operator(
+    "sample(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, SymInt num_samples, Generator? generator,"
+    " bool log_params) -> Tensor",
+    _forward,
+    _shape,
+    vmap=_vmap,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
