@@ -16,9 +16,9 @@ from . import kernels
 from .arguments import Lengths, check_flag, check_has_values, check_question, check_signs, check_tensor
 from .internals import between_graphs
 from .kernels.weights import Weights, check_weights, has_negative
-from .operands import at_hand, is_plain, read_steps, with_steps
-from .queries.operands import Operands, check_operands
+from .operands import Operands, check_operands
 from .schedules.choose import Size, choose
+from .tensors import at_hand, is_plain, read_steps, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from .arguments import Lengths, check_values
 from .chain import Chain
 from .kernels.weights import check_weights
-from .queries.operands import Operands
+from .operands import Operands
 from .transitions import Transition
 
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from .arguments import Lengths
+from .autograd.entropy import entropy as entropy_of
 from .chain import Chain
-from .queries.entropy import entropy as entropy_of
 from .transitions import Transition
 
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_lengths
+from .autograd.messages import filtered as filtered_messages
 from .chain import Chain
 from .internals import takes_forward_derivatives
-from .operands import differentiated, is_plain
-from .queries.messages import filtered as filtered_messages
-from .queries.operands import Operands
+from .operands import Operands
 from .stream import Stream, StreamUpdate
+from .tensors import differentiated, is_plain
 from .transitions import Transition
 
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .arguments import Lengths
 from .autograd.chain_operators import short_of
+from .autograd.messages import messages
 from .chain import Chain
-from .operands import differentiated, with_steps
-from .queries.messages import messages
 from .schedules import choose
+from .tensors import differentiated, with_steps
 from .transitions import Transition
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from .arguments import Lengths, check_tensor
 from .autograd.entropy import divergence
 from .chain import Chain
-from .queries.operands import Operands as Batch
+from .operands import Operands as Batch
 
 Operands = tuple[Tensor, Tensor, Tensor]
 

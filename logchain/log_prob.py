@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor
+from .autograd.chain import log_norm
 from .autograd.paths import weight_of
 from .chain import Chain
-from .queries.operands import Operands, checked
-from .queries.product import log_norm
+from .operands import Operands, checked
 from .transitions import Transition
 
 

@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .arguments import Lengths, check_choice
+from .autograd.chain import posteriors
 from .autograd.chain_operators import short_of
 from .chain import Chain
-from .operands import differentiated, with_steps
-from .queries.operands import Operands
-from .queries.product import posteriors
+from .operands import Operands
 from .rescues import report_chains
 from .schedules import choose
+from .tensors import differentiated, with_steps
 from .transitions import Transition
 
 

@@ -1,20 +1,138 @@
-"""The operands of a chain: as the kernels take them, their dtype, and whether gradients or transforms are active."""
+"""The operands of a batch of chains, whatever their transition, as kernels take them; checks of those of structures."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import check_lengths
-from .internals import is_intercepted
-from .kernels import on_gpu as on_gpu
+from .arguments import (
+    Lengths,
+    as_lengths,
+    batch_sizes,
+    check_flag,
+    check_lengths,
+    check_sizes,
+    check_tensor,
+    has_values,
+)
+from .autograd.operator import operator
+from .autograd.scan import Steps
+from .internals import is_exported, is_transformed
+from .kernels import arithmetic_on, exact_kernels, on_gpu
 from .kernels.chain import Chain
 from .kernels.layout import Layout
+from .kernels.numbers import log_weights
+from .kernels.structured import Factors, Structured
+from .tensors import arithmetic_dtype, is_plain
+from .transitions import Transition
+from .transitions.dense import Dense
 
-_Bulk = TypeVar("_Bulk")
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, str, type(None)}
+class Operands(NamedTuple):
+    """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None.
+
+    Of packed sequences that kernels take where they lie, x is [total, c], `lengths` (n), and `packed` the whole chain.
+    """
+
+    x: Tensor
+    transition: Transition
+    p0: Tensor
+    lengths: Tensor | None
+    log_params: bool
+    packed: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that may need gradients: x, p0, and the parameters."""
+        return self.x, self.p0, *self.transition.parameters
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
+        return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the transition is dense."""
+        return isinstance(self.transition, Dense)
+
+    @property
+    def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+        """The arguments of operators, with matrices in place of a dense transition."""
+        (bulk,), p0 = self.transition.parameters, self.p0
+        if not is_plain(self.tensors):  # the rule for vmap takes operands that have all batch axes
+            bulk = bulk[(None,) * (self.x.dim() + 1 - bulk.dim())]
+            p0 = p0[(None,) * (self.x.dim() - 1 - p0.dim())]
+        return self.x, bulk, p0, self.lengths, self.log_params
+
+    def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
+        """The operands with other tensors of the same shapes."""
+        return self._replace(x=x, p0=p0, transition=self.transition.with_parameters(*parameters))
+
+    def detached(self) -> "Operands":
+        """The operands without gradients."""
+        return self.of(*(tensor.detach() for tensor in self.tensors))
+
+    def skeleton(self) -> "Operands":
+        """All but the tensors, which `of` puts back, with a copy of lengths, which the caller may change."""
+        nothing: Any = None
+        lengths = None if self.lengths is None else self.lengths.clone()
+        return self._replace(x=nothing, transition=self.transition.with_parameters(), p0=nothing, lengths=lengths)
+
+    def chain(self, *, by_log: bool = False) -> Structured:
+        """The operands as kernels take them; see `Structured.by_log`."""
+        x, p0, *values = self.detached().tensors
+        parameters, pattern = self.transition.to_pattern(tuple(values)), self.transition.pattern
+        ends = None if self.lengths is None else self.lengths.contiguous()
+        return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
+
+    def with_checked_lengths(self) -> "Operands":
+        """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
+        if self.lengths is None:
+            return self
+        return self._replace(lengths=checked(self.lengths, self.x.shape[-2], "lengths"))
+
+    def steps(self, *, entered: bool = False) -> Steps:
+        """The operands as the differentiable scan takes them."""
+        return Steps(*self[:5], entered=entered)
+
+    def part(self, start: int, stop: int) -> "Operands":
+        """The variables from `start` to before `stop`, and the matrices that lead into these."""
+        own = zip(self.transition.parameters, self.transition.own_axes, strict=True)
+        first = max(0, start - 1)
+        parameters = [
+            one if one.shape[-1 - axes] == 1 else one.narrow(-1 - axes, first, stop - 1 - first) for one, axes in own
+        ]
+        lengths = None if self.lengths is None else (self.lengths - start).clamp(0, stop - start)
+        return self.of(self.x[..., start:stop, :], self.p0, *parameters)._replace(lengths=lengths)
+
+    def batch_index(self, tensor: Tensor, chosen: Tensor) -> tuple[Tensor, ...] | None:
+        """The indices of chosen sequences along the batch axes of an operand; None if all share it."""
+        batch = self.x.shape[:-2]
+        sizes = tensor.shape[: len(batch)]
+        if all(size == 1 for size in sizes):
+            return None
+        places = torch.unravel_index(chosen, batch)
+        return tuple(place if size > 1 else torch.zeros_like(place) for place, size in zip(places, sizes, strict=True))
+
+    def selected(self, chosen: Tensor) -> "Operands":
+        """The operands of chosen sequences, indices of the flattened batch, with one batch axis."""
+
+        def of(tensor: Tensor) -> Tensor:
+            index = self.batch_index(tensor, chosen)
+            return tensor[index] if index else tensor[(0,) * (self.x.dim() - 2)][None]
+
+        x, *others = map(of, self.detached().tensors)
+        lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
+        return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
+
+    def in_c(self, function: str, *arguments: Tensor) -> Any:
+        """What a function of the exact scan in C returns for bands and arcs on a CPU, if they have values; or None."""
+        module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
+        if module is None:
+            return None
+        with arithmetic_on(self.x):
+            return getattr(module, function)(self.chain(), *arguments)
 
 
 class PackedLayout(NamedTuple):
@@ -78,53 +196,73 @@ def chain_of(
     return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, dtype, by_log)
 
 
-def with_steps(bulk: _Bulk) -> _Bulk:
-    """Matrices with an axis of steps, of size 1 before a single matrix [c, c]; whatever else as it is."""
-    return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
+def check_operands(
+    x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None
+) -> Operands:
+    """The operands, after checks of their kinds and sizes."""
+    if is_transformed():
+        raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
+    if is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
+        raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
+    check_tensor("x", x, 2)
+    check_tensor("p0", p0, 1, like=x)
+    *batch, v, c = x.shape
+    if v < 1 or c < 1:
+        raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
+    if transition.states != c:
+        raise ValueError(f"bulk: expected {c} states to go with x {list(x.shape)}, got {transition.states}")
+    parameters = []
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        check_tensor("bulk", parameter, own, like=x)
+        with_steps = parameter.unsqueeze(0) if parameter.dim() == own else parameter
+        axes = with_steps.dim() - own - 1
+        lead = *batch_sizes(batch, axes), (1, v - 1)
+        check_sizes("bulk", with_steps, (*lead, *((size,) for size in parameter.shape[-own:])), x, steps=len(lead) - 1)
+        parameters.append(with_steps[(None,) * (len(batch) - axes)])
+    check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
+    check_flag("log_params", log_params)
+    ends = None if lengths is None else as_lengths(lengths, x)
+    if ends is not None and not on_gpu(ends):
+        check_lengths(ends, v)
+    p0 = p0[(None,) * (len(batch) + 1 - p0.dim())]
+    return Operands(x, transition.with_parameters(*parameters), p0, ends, log_params)
 
 
-def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
-    """float64 if an operand is, otherwise float32."""
-    return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
+def is_blocks(pattern: object) -> bool:
+    """Whether matrices are blocks along the diagonal."""
+    return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
 
 
-def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised tensors for the gradients of operands, empty for those that are not needed."""
-    x, bulk, p0 = (
-        torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)
-        for operand, need in zip(operands, needs, strict=True)
-    )
-    return x, bulk, p0
+def multiplied_out(operands: Operands) -> Operands:
+    """The operands in float64 with dense matrices, of logarithms, in place of a structure."""
+    x, transition, p0, lengths, log_params, _ = operands
+    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+    matrices = Dense(logs.to_dense(log_params=True))
+    return Operands(x.double(), matrices, log_weights(p0, log_params, torch.float64), lengths, True)
 
 
-def differentiated(*args: Any) -> bool:
-    """Whether gradients are enabled and some argument requires one."""
-    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+def check_products(transition: Transition, argument: str = "bulk") -> None:
+    """Raise TypeError for a structure whose entries are sums."""
+    if transition.sums:
+        name = type(transition).__name__
+        raise TypeError(
+            f"{argument}: expected a structure whose entries are products, got {name}: its entries are sums, through "
+            f"which there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
+        )
 
 
-def is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether arguments are plain tensors, and no dispatch mode, function transform or compiler is active."""
-    return not torch.compiler.is_compiling() and not is_intercepted() and _PLAIN.issuperset(map(type, args))
+def _checked(values: Tensor, size: int, name: str) -> Tensor:
+    if not on_gpu(values) and name == "lengths":
+        check_lengths(values, size)
+    elif not on_gpu(values) and values.numel():
+        low, high = (int(bound) for bound in torch.aminmax(values))
+        if low < -1 or high >= size:
+            raise ValueError(f"states: expected values from -1 to c - 1 = {size - 1}, got {low} to {high}")
+    return values.clone()
 
 
-def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | None:
-    """Which steps [*B or ones, s] of transitions that lead into variables are read; None: all.
-
-    The last of them leads into the last of v variables, or the only one into all but the first.
-    """
-    *batch, s = lead
-    if lengths is None and v > 1:
-        return None
-    if lengths is None or lengths.numel() == 0:
-        return torch.zeros((1,) * len(lead), dtype=torch.bool)
-    missing = lengths.dim() - len(batch)
-    shared = [axis for axis in range(lengths.dim()) if axis < missing or batch[axis - missing] == 1]
-    longest = lengths.amax(shared, keepdim=True) if shared else lengths
-    longest = longest.reshape(longest.shape[missing:])[..., None]
-    into = torch.arange(v - s, v, device=longest.device) if s > 1 else torch.ones(s, device=longest.device)
-    return longest > into
-
-
-def at_hand(*tensors: Tensor) -> bool:
-    """Whether values can be read: tensors are on a device that has them, no GPU, and neither traced nor mapped."""
-    return is_plain(tensors) and not any(on_gpu(tensor) or tensor.is_meta for tensor in tensors)
+# a copy of `lengths` of at most v = `size`, or of `states` below c = `size`; raises ValueError for others, except on a
+# GPU. It is an operator since values cannot be read where torch traces or maps a call.
+checked = operator(
+    "checked(Tensor values, SymInt size, str name) -> Tensor", _checked, lambda values, *_: torch.empty_like(values)
+)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_float_dtype, check_question
+from .autograd.chain import check_options as check_structured_options
 from .kernels import on_gpu
-from .operands import differentiated, with_steps
-from .queries.operands import check_operands
-from .queries.product import check_options as check_structured_options
+from .operands import check_operands
 from .schedules import budget, choose
+from .tensors import differentiated, with_steps
 from .transitions import Transition
 
 

@@ -5,17 +5,17 @@ from functools import partial
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag
-from .autograd.chain import log_norm, log_norm_in_pieces, short_log_norm
+from .autograd.chain import check_options as check_structured_options
+from .autograd.chain import log_norm
 from .autograd.chain_operators import short_of
+from .autograd.log_partition import dense_log_norm, log_norm_in_pieces, short_log_norm
 from .autograd.tree import log_norm_by_tree
 from .chain import Chain
-from .operands import differentiated, with_steps
+from .operands import Operands
 from .progress import check_progress
-from .queries.operands import Operands
-from .queries.product import check_options as check_structured_options
-from .queries.product import log_norm as log_norm_of_any
 from .schedules import budget, choose
 from .schedules.choose import Strategy
+from .tensors import differentiated, with_steps
 from .transitions import Transition
 
 
@@ -149,7 +149,7 @@ def product(
 
 def _of_batch(operands: Operands, strategy: str, memory_budget: int | None, progress: bool) -> Tensor:
     if operands.packed or not operands.is_dense:
-        return log_norm_of_any(operands)
+        return log_norm(operands)
     x, bulk, p0, lengths, _ = dense = operands.dense
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
@@ -160,4 +160,4 @@ def _of_batch(operands: Operands, strategy: str, memory_budget: int | None, prog
     if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
         return log_norm_by_tree(*dense)
     schedule = choose.of(x, bulk, p0, lengths is not None, "sequential" if strategy == "tree" else strategy)
-    return log_norm(operands, schedule, operands.dtype)
+    return dense_log_norm(operands, schedule, operands.dtype)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths
+from .autograd.draws import drawn_paths
 from .chain import Chain
-from .queries.draws import drawn_paths
 from .transitions import Transition
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from .arguments import Lengths
 from .autograd.scan import total as sum_of_paths
 from .chain import Chain
+from .operands import Operands, multiplied_out
 from .product import product
-from .queries.operands import Operands, multiplied_out
 from .transitions import Transition
 from .transitions.semiring import LINEAR, LOG, MAX, Semiring
 from .viterbi import viterbi

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .arguments import Lengths
+from .autograd.topk import ranked_paths
 from .chain import Chain
-from .queries.topk import ranked_paths
 from .transitions import Transition
 
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .arguments import Lengths
+from .autograd.best_paths import best_path
 from .chain import Chain
-from .queries.paths import best_path
 from .transitions import Transition
 
 

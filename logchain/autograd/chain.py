@@ -1,241 +1,175 @@
-"""The log-partition of a chain, differentiable in every schedule.
+"""The log-partition of a batch of chains, differentiable twice.
 
-`LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a schedule, which computes their
-log-partition and its gradients: short chains, checkpoints and packed sequences of dense matrices, and structures.
-The operators of `chain_operators` take dense matrices, also inside torch.compile and torch.func. In either the
-gradients are posterior marginals, computed by a backward pass from the operands and what the schedule keeps, which are
-the forward messages or some of them.
+Dense matrices, products, and on a CPU bands and arcs have kernels; any other structure is scanned in log space. Second
+derivatives are those that torch's autograd takes through that scan.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import has_values
-from ..internals import is_mapped, is_transformed
-from ..operands import differentiated, is_plain
-from ..queries.operands import Operands
+from ..arguments import check_choice, has_values
+from ..kernels.numbers import log_weights
+from ..kernels.structured import Gradients, Walk
+from ..operands import Operands, is_blocks
 from ..rescues import report_chains
-from ..schedules import choose
-from ..schedules.checkpoints import Checkpoints
+from ..schedules.choose import check_strategy
+from ..tensors import differentiated
+from ..transitions import LOG
 from ..transitions.dense import Dense
-from . import chain_operators as operators
-from .chain_operators import Saved
-from .operator import Final, apply, if_needed
-from .scan import Steps, second_derivatives, total
+from .log_partition import LogPartition, dense_log_norm, dense_posteriors
+from .logarithms import gradients as gradients_in_logarithms
+from .operator import apply
+from .scan import total
 
-# which tensors need a gradient, and the gradients
-Needs = tuple[bool, ...]
-Gradients = tuple[Tensor | None, ...]
+Needs = tuple[bool, bool, bool]
 
 
-def log_norm(operands: Operands, schedule: choose.Schedule | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The log-partition [*B] of dense matrices, computed in float64, as a tensor of `dtype`.
-
-    `schedule` None is the one that `choose` finds.
-    """
-    keep = differentiated(*operands.tensors)
-    if operands.packed:
-        value: Tensor
-        if keep:
-            value = apply(LogPartition, _Packed(operands.skeleton()), *operands.tensors)
-        else:
-            value = _forward_in_place(operands, False).log_norm
-        return value.to(dtype)
-    x, bulk, p0, lengths, log_params = dense = operands.dense
-    schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
-    # tensors of torch.func may say that they need no gradient
-    keep = keep or (torch.is_grad_enabled() and is_transformed())
-    value = operators.log_norm(*dense, keep, *schedule)[0]
-    return value.to(dtype, copy=keep)  # autograd may have saved the value, which the caller may change
-
-
-def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, operators.Gradients]:
-    """The log-partition [*B] in float64, and the gradients of its sum with respect to x, log bulk and log p0.
-
-    These are state posteriors, expected transitions and initial posteriors, times a `weight` [*B] if there is one, and
-    each in the shape of its operand; an empty tensor for one that is not needed.
-    """
-    if operands.packed:
-        saved = _forward_in_place(operands, True)
-        with kernels.arithmetic_on(operands.x):
-            return saved.log_norm, operators.backward(
-                operands, saved, torch.ones_like(saved.log_norm), needs, by_log=True
-            )
-    x, bulk, p0, lengths, log_params = dense = operands.dense
-    by_log, schedule = True, choose.of(x, bulk, p0, lengths is not None)
-    saved = Saved(*operators.log_norm(*dense, True, *schedule))
-    weight = torch.ones_like(saved.log_norm) if weight is None else weight
-    gradients = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, by_log, *needs, *schedule)
-    return saved.log_norm, gradients
-
-
-def _forward_in_place(operands: Operands, keep: bool) -> Saved:
-    with kernels.arithmetic_on(operands.x):
-        return operators.forward(operands, keep)
-
-
-def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
-    """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands; see `short_of`."""
-    value: Tensor
-    if keep:
-        value = apply(LogPartition, _Short(short, log_params), x, bulk, p0)
-        return value
-    value, _, recomputed = short.value(x, bulk, p0, False)
-    report_chains(recomputed)
+def log_norm(operands: Operands) -> Tensor:
+    """The log-partition [*B] in float64."""
+    if operands.is_dense:
+        return dense_log_norm(operands)
+    if operands.x.numel() == 0:  # nothing but a graph
+        nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
+        return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
+    if is_blocks(operands.transition.pattern):
+        return _of_blocks(operands)
+    if not differentiated(*operands.tensors):
+        return forward(operands, False).log_norm
+    value: Tensor = apply(LogPartition, _Structure(operands.skeleton()), *operands.tensors)
     return value
 
 
-def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progress: bool = False) -> Tensor:
-    """The log-partition [*B] in float64, with a checkpoint after every so many steps; it can be differentiated once.
+def _of_blocks(operands: Operands) -> Tensor:
+    """The log-partition [*B] of blocks that do not mix: each is a chain of its own, with dense matrices."""
+    x, transition, p0, ends, log_params, _ = operands
+    (blocks,) = transition.parameters
+    count, size = blocks.shape[-3:-1]
+    sequences = x.unflatten(-1, (count, size)).movedim(-2, -3)  # [*B, blocks, v, size]
+    lengths = None if ends is None else ends[..., None].expand(*ends.shape, count)
+    matrices, starts = Dense(blocks.movedim(-3, -4)), p0.unflatten(-1, (count, size))
+    values = dense_log_norm(Operands(sequences, matrices, starts, lengths, log_params))
+    unknown = values.isnan().any(-1)
+    # the sum of NaN has a gradient of 0 where it counts for nothing
+    return torch.where(unknown, values.sum(-1), LOG.sum(values.masked_fill(unknown[..., None], 0.0), -1))
 
-    `keep`: the checkpoints, for a backward pass. `progress`: show a bar over the pieces of either pass.
+
+def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
+    """The log-partition [*B] in float64, and the expected counts of states, parameters and first states.
+
+    They are gradients with respect to x and to logarithms of parameters and p0, of the dtype of the arithmetic, and
+    differentiable once.
     """
-    tensors, p0 = operands.tensors, operands.p0
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("memory_budget: expected None inside torch.compile")
-    if operands.x.numel() == 0 or not has_values(p0):  # nothing to cut
-        return log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
-    schedule = _Checkpoints(operands.skeleton(), every, progress)
-    value: Tensor = apply(LogPartition, schedule, *tensors) if keep else schedule.forward(*tensors, keep=False)[0]
-    return value
-
-
-class Schedule(Protocol):
-    """How a log-partition and its gradients are computed from some tensors."""
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The log-partition [*B] in separate memory, and what `gradients` needs besides the tensors."""
-
-    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        """The gradients of `sum(grad * log_norm)` with respect to the tensors that need one."""
-
-    def log_norm(self, *tensors: Tensor) -> Tensor:
-        """The log-partition, which torch's autograd differentiates twice."""
-
-
-class LogPartition(torch.autograd.Function):
-    """schedule, *tensors -> log-partition."""
-
-    @staticmethod
-    def forward(ctx: Any, schedule: Schedule, *tensors: Tensor) -> Tensor:
-        ctx.schedule, ctx.choice = schedule, kernels.on_cpu()
-        value, saved = schedule.forward(*tensors)
-        ctx.save_for_backward(*tensors, *saved)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernels.check_forward_choice(ctx.choice, grad)
-        schedule, needs, saved = ctx.schedule, ctx.needs_input_grad[1:], ctx.saved_tensors
-        tensors, residuals = saved[: len(needs)], saved[len(needs) :]
-        if not is_plain((grad,)) and is_mapped():  # a batch of gradients
-            return None, *_by_scan(schedule, tensors, grad, needs)
-        if torch.is_grad_enabled():
-            return None, *apply(Posteriors, schedule, needs, grad, *saved)
-        return None, *schedule.gradients(tensors, residuals, grad, needs)
-
-
-def _by_scan(schedule: Schedule, tensors: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-    again = torch.is_grad_enabled()
+    if operands.is_dense:
+        wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
+        value, (x, bulk, p0) = dense_posteriors(wide, needs)
+        return value, Gradients(x, (bulk,), p0)
+    direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
+    again = differentiated(*operands.tensors)
+    if direct and not again:
+        walk = forward(operands, True)
+        return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
     with torch.enable_grad():
-        tensors = tensors if again else [tensor.detach().requires_grad_() for tensor in tensors]
-        used = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-        gradients = iter(torch.autograd.grad(schedule.log_norm(*tensors), used, grad, create_graph=again))
-    return tuple(next(gradients) if need else None for need in needs)
+        logs = _logarithms(operands)
+        value = log_norm(logs)
+        x, p0, *parameters = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, materialize_grads=True)
+    return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
 
 
-class Posteriors(torch.autograd.Function):
-    """schedule, needs, grad, *tensors, *saved -> the gradients of tensors, None for one that is not needed."""
-
-    @staticmethod
-    def forward(ctx: Any, schedule: Schedule, needs: Needs, grad: Tensor, *args: Tensor) -> Gradients:
-        tensors, saved = args[: len(needs)], args[len(needs) :]
-        ctx.schedule, ctx.residuals = schedule, len(saved)
-        ctx.save_for_backward(grad, *tensors)
-        ctx.set_materialize_grads(False)
-        return schedule.gradients(tensors, saved, grad, needs)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        second = apply(Covariances, ctx.schedule, *ctx.saved_tensors, *tangents)
-        return None, None, *second, *(None,) * ctx.residuals
-
-
-class Covariances(Final):
-    """schedule, grad, *tensors, *tangents -> the gradients of `sum(posteriors * tangents)` by grad and the tensors."""
-
-    @staticmethod
-    def forward(schedule: Schedule, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        count = len(args) // 2
-        return second_derivatives(schedule.log_norm, args[:count], grad, args[count:])
+def forward(operands: Operands, keep: bool) -> Walk:
+    """The log-partitions, and what `backward` reads if it is to be kept."""
+    if not has_values(operands.x):
+        value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
+        return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
+    module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+    with kernels.arithmetic_on(operands.x), torch.no_grad():
+        walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
+        if walk is None:
+            value = total(operands.steps()).contiguous()
+            walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
+        elif len(chosen := _chosen(walk.flagged)):
+            walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
+    report_chains(walk.flagged)
+    return walk
 
 
-class _Short(NamedTuple):
-    """The sequential schedule of a short chain on a CPU, in one call of the C library whose arguments are cached."""
-
-    short: Any
-    log_params: bool
-
-    def forward(self, *operands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value, saved, recomputed = self.short.value(*operands, True)
-        report_chains(recomputed)
-        return value, (saved,)
-
-    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        if self.short.fits(*operands):
-            return tuple(self.short.gradients(*operands, saved[0], grad, needs))
-        norm, messages, recomputed = self.short.parts(saved[0], operands[0])
-        parts = Saved(norm, messages, messages.new_empty(0), recomputed)
-        options = self.log_params, False, *needs, *choose.SEQUENTIAL
-        return if_needed(operators.log_norm_backward(grad, *operands, None, *parts, *options), needs)
-
-    def log_norm(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-        return total(Steps(x, Dense(bulk), p0, None, self.log_params))
+def _chosen(mask: Tensor) -> Tensor:
+    """The sequences in a mask [*B], as indices of the flattened batch."""
+    return mask.flatten().nonzero()[:, 0]
 
 
-class _Checkpoints(NamedTuple):
-    """The sequential schedule in pieces of `every` steps, which keeps the messages between pieces alone."""
+def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
+    """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+    if not has_values(operands.x):
+        x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
+        return Gradients(x, tuple(parameters), p0)
+    module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+    with kernels.arithmetic_on(operands.x):
+        gradients: Gradients | None = None
+        if module is not None and walk.kept:
+            gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
+        if gradients is None:
+            return gradients_in_logarithms(operands, weight, by_log=by_log)
+        if gradients.parameters is not None:
+            gradients = gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
+        chosen = _chosen(walk.flagged & (weight != 0))
+        if len(chosen):
+            part = operands.selected(chosen)
+            more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
+            _add(operands, gradients, more, chosen)
+    return gradients
 
-    skeleton: Operands
-    every: int
-    progress: bool
 
-    def forward(self, *operands: Tensor, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with kernels.arithmetic_on(operands[1]):
-            value, checkpoints = self._pieces(operands).forward(keep)
-        return value.clone(), (value, checkpoints)
-
-    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        with kernels.arithmetic_on(grad):
-            return self._pieces(operands).backward(grad, saved[0], saved[1], needs)
-
-    def log_norm(self, *operands: Tensor) -> Tensor:
-        raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
-
-    def _pieces(self, operands: Sequence[Tensor]) -> Checkpoints:
-        return Checkpoints(self.skeleton.of(*operands), self.every, self.progress)
+def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
+    """Add the gradients of the chosen sequences to those of all."""
+    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
+    for into, part in zip(totals, parts, strict=False):
+        if into is not None and part is not None:
+            index = operands.batch_index(into, chosen)
+            _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))
 
 
-class _Packed(NamedTuple):
-    """The sequential schedule of packed sequences that kernels take where they lie: x, p0 and bulk."""
+class _Structure(NamedTuple):
+    """The schedule of structures; tensors are those of `Operands`."""
 
     skeleton: Operands
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        saved = _forward_in_place(self.skeleton.of(*tensors), True)
-        return saved.log_norm.clone(), saved
+        walk = forward(self.skeleton.of(*tensors), True)
+        return walk.log_norm.clone(), (walk.log_norm, walk.flagged, *walk.kept)  # the caller may change the value
 
-    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        (x, p0, bulk), operands = needs, self.skeleton.of(*tensors)
-        with kernels.arithmetic_on(grad):
-            by_x, by_bulk, by_p0 = operators.backward(operands, Saved(*saved), grad, (x, bulk, p0))
-        return if_needed((by_x, by_p0, by_bulk), needs)
+    def gradients(
+        self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        log_norm, flagged, *kept = saved
+        wanted = needs[0], any(needs[2:]), needs[1]
+        x, parameters, p0 = backward(self.skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged), grad, wanted)
+        gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
+        return tuple(
+            one.to(tensor.dtype) if need and one is not None else None
+            for one, tensor, need in zip(gradients, tensors, needs, strict=True)
+        )
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
-        packed = self.skeleton.packed.of_tensors(*tensors)
-        value: Tensor = packed.by_sequence(packed.map(lambda operands: total(operands.steps())))
-        return value
+        return total(self.skeleton.of(*tensors).steps())
+
+
+def _logarithms(operands: Operands) -> Operands:
+    """Operands whose parameters are logarithms, as differentiable functions of the given ones, in the chain's dtype."""
+    x, p0, *parameters = (tensor.to(operands.dtype) for tensor in operands.tensors)
+    if not operands.log_params:
+        p0, *parameters = (log_weights(one, False, operands.dtype) for one in (p0, *parameters))
+    leaves = [one if one.requires_grad else one.detach().requires_grad_() for one in (x, p0, *parameters)]
+    return operands.of(*leaves)._replace(log_params=True)
+
+
+def check_options(strategy: object, memory_budget: object, progress: object) -> None:
+    """Raise for options that only dense matrices have."""
+    check_choice("strategy", check_strategy(strategy), ("auto", "sequential"))
+    if memory_budget is not None:
+        raise ValueError(f"memory_budget: expected None where bulk is a structure, got {memory_budget!r}")
+    if progress is not False:
+        raise ValueError(f"progress: expected False where bulk is a structure, got {progress!r}")

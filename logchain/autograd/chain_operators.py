@@ -19,11 +19,11 @@ from .. import kernels
 from ..arguments import check_chain
 from ..kernels.layout import Layout
 from ..kernels.message import Kept
-from ..operands import arithmetic_dtype, chain_of, is_plain, unwritten
-from ..queries.operands import Operands
+from ..operands import Operands, chain_of
 from ..rescues import report_chains
 from ..schedules import segments as by_segments
 from ..schedules.choose import SEQUENTIAL, Schedule
+from ..tensors import arithmetic_dtype, is_plain, unwritten
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, operator
 from .scan import Steps, second_derivatives, total

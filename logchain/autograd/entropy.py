@@ -9,6 +9,7 @@ E and Cov are those of the chain's posterior over paths, E' that of the other on
 values, and `log_norm_second` the covariances. They can be differentiated once.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +18,49 @@ from torch import Tensor
 
 from ..kernels.numbers import log_weights
 from ..kernels.plain import entropy as formula
-from ..operands import chain_of
-from ..queries.operands import Operands
+from ..operands import Operands, chain_of, multiplied_out
 from ..rescues import report_chains
 from ..transitions.dense import Dense
-from .chain import posteriors
+from .chain import log_norm, posteriors
 from .chain_operators import log_norm_second
+from .log_partition import dense_posteriors
 from .operator import if_needed, operator
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
 
-def entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    """The entropy of the paths of each sequence [*B] in float64; 0 where none is possible."""
-    entropies: Tensor = _entropy(x, bulk, p0, None, None, None, lengths, log_params)
-    return entropies
+def entropy(operands: Operands) -> Tensor:
+    """`log Z - E[log w(z)]` [*B] in float64, differentiable once; 0 where no path is possible.
+
+    The mean log-weight of a path is the sum of all logarithms, each times the expected number of its uses. That holds
+    where entries are products of parameters; others are multiplied out.
+    """
+    if operands.transition.sums:
+        operands = multiplied_out(operands)
+    if operands.is_dense:
+        entropies: Tensor = _entropy(*operands.dense[:3], None, None, None, *operands.dense[3:])
+        return entropies
+    if operands.x.numel() == 0:
+        return log_norm(operands)
+    x, p0, *parameters = operands.tensors
+    batch, sequence = operands.x.shape[:-2], range(operands.x.dim() - 2)
+    # potentials relative to the largest leave posteriors as they are, and log Z small
+    top = x.detach().amax(-1, keepdim=True)
+    x = x.double() - top.double().masked_fill(~top.isfinite(), 0.0)
+    if operands.lengths is not None:
+        inside = torch.arange(x.shape[-2], device=x.device) < operands.lengths[..., None]
+        x = torch.where(inside[..., None], x, 0.0)
+    logs = [log_weights(one, operands.log_params, torch.float64) for one in (p0, *parameters)]
+    # each sequence has counts of its own
+    logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
+    own = operands.of(x, *logs)._replace(log_params=True)
+    total, (states, counts, starts) = posteriors(own, (True, True, True))
+    assert states is not None and counts is not None and starts is not None
+    mean = torch.zeros_like(total)
+    for used, log in zip((states, starts, *counts), (x, *logs), strict=True):
+        terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
+        mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
+    return torch.where(total == -math.inf, 0.0, total - mean)
 
 
 def divergence(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
@@ -74,7 +103,7 @@ class _Entropy(torch.autograd.Function):
 def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
     """The posteriors under q less those under p, divided by the weights of q where these are not logarithms."""
     chains = (Operands(x, Dense(bulk), p0, lengths, log_params) for x, bulk, p0 in (p, q))
-    under_p, under_q = (posteriors(chain, (True, True, True), grad)[1] for chain in chains)
+    under_p, under_q = (dense_posteriors(chain, (True, True, True), grad)[1] for chain in chains)
     counts = [one - other for one, other in zip(under_q, under_p, strict=True)]
     if log_params:
         return counts

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..internals import SingleLevelFunction, below_autograd, enable_single_level_autograd_function, may_be_compiled
 from ..kernels import arithmetic_on
-from ..operands import differentiated, is_plain
+from ..tensors import differentiated, is_plain
 
 _library = torch.library.Library("logchain", "DEF")
 

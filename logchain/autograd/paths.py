@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.numbers import log_weights
-from ..queries.operands import Operands
+from ..operands import Operands
 from ..transitions import Transition
 from ..transitions.dense import Dense
 from ..transitions.semiring import LINEAR, LOG

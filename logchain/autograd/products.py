@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..operands import is_plain
 from ..rescues import report_outputs
+from ..tensors import is_plain
 from .matmul import log_matmul
 from .operator import Saving, operator
 

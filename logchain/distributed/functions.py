@@ -17,9 +17,9 @@ from ..kernels.chain import Chain
 from ..kernels.message import Kept
 from ..log_prob import as_paths
 from ..marginals import Marginals
-from ..operands import arithmetic_dtype
-from ..queries.operands import checked
+from ..operands import checked
 from ..sample import check_draws
+from ..tensors import arithmetic_dtype
 from ..viterbi import Path
 from .part import Part
 

@@ -20,9 +20,9 @@ from ..internals import is_transformed
 from ..kernels.chain import Chain
 from ..kernels.layout import Layout
 from ..kernels.message import Kept, Message
-from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_boundaries, report_chains
 from ..schedules.segments import disagree
+from ..tensors import arithmetic_dtype, differentiated
 from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many

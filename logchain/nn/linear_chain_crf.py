@@ -18,9 +18,9 @@ from ..arguments import (
 from ..internals import is_jit_traced
 from ..log_prob import log_prob
 from ..marginals import marginals
-from ..operands import at_hand
 from ..product import product
 from ..sample import sample
+from ..tensors import at_hand
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
+from ..tensors import at_hand
 
 
 class Sequences(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.layout import Layout
-from ..operands import arithmetic_dtype
+from ..tensors import arithmetic_dtype
 from .transfers import SLOTS, apart
 
 # bytes of a float64, the dtype of checkpoints and of all that enters or leaves a piece

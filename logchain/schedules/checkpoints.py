@@ -18,9 +18,8 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.chain import Chain
 from ..kernels.message import Message
-from ..operands import chain_of
+from ..operands import Operands, chain_of
 from ..progress import bar
-from ..queries.operands import Operands
 from ..rescues import report_chains
 from .transfers import Gradient, pieces
 

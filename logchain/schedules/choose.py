@@ -19,7 +19,7 @@ from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
 from ..internals import constant_in_graphs
 from ..kernels.chain import FEW_STATES, has_idle_threads
-from ..operands import arithmetic_dtype
+from ..tensors import arithmetic_dtype
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
 

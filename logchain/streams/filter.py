@@ -18,8 +18,8 @@ from ..kernels import message as linear
 from ..kernels.chain import Chain
 from ..kernels.layout import Layout
 from ..kernels.numbers import probabilities, shifted
-from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
+from ..tensors import arithmetic_dtype, differentiated
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 from . import stretch

@@ -15,7 +15,7 @@ from ..chain import named_weights
 from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
 from ..kernels.weights import Weights, check_weights
-from ..queries.operands import check_products
+from ..operands import check_products
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 

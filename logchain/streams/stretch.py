@@ -10,8 +10,8 @@ from ..autograd.scan import Message
 from ..kernels.chain import Chain, is_view
 from ..kernels.layout import Layout
 from ..kernels.message import Kept
-from ..operands import arithmetic_dtype
 from ..rescues import report_chains
+from ..tensors import arithmetic_dtype
 from .piece import Piece, selected
 
 

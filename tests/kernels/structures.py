@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from logchain import reference
+from logchain.autograd import chain as product
 from logchain.kernels import use
 from logchain.kernels.structured import Arcs, Factor, Factors, Gradients, Structured, Walk
-from logchain.queries import product
-from logchain.queries.operands import Operands
+from logchain.operands import Operands
 from logchain.transitions import Banded, Sparse
 from logchain.transitions.products import Product
 from logchain.transitions.sparse import _Graph

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from logchain.autograd import chain as product
 from logchain.kernels.cpu import arguments, sparse, team
 from logchain.kernels.cpu import products as cpu_products
 from logchain.kernels.plain import products as plain_products
 from logchain.kernels.plain import scaled
 from logchain.kernels.structured import Factors
-from logchain.queries import product
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, answers, check, draw, flat, given, hub
 from tests.layouts import STRANGE, relaid

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from ...arguments import check_has_values
-from ...operands import at_hand
+from ...tensors import at_hand
 from ..checks import check_amount
 from ..parameters import arithmetic, broadcast
 from .input_layer import InputLayer

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...operands import at_hand
+from ...tensors import at_hand
 from ..checks import check_count
 from .input_layer import InputLayer
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...arguments import check_choice
-from ...operands import at_hand
+from ...tensors import at_hand
 from ..checks import check_count, check_prior
 from ..degenerate import DegenerateError
 from ..parameters import arithmetic, broadcast

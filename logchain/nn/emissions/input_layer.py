@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...arguments import check_device, check_is_tensor
-from ...operands import at_hand
+from ...tensors import at_hand
 from ..checks import check_count, check_mask
 from ..parameters import arithmetic
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...operands import at_hand
+from ...tensors import at_hand
 from ..checks import check_prior
 from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily, moved

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.operator import operator
-from ..autograd.paths import weight_of
-from ..autograd.scan import Message, Steps, messages
 from ..kernels.chain import Chain
-from ..operands import chain_of
+from ..operands import Operands, chain_of, check_products
 from ..transitions import Transition
-from .operands import Operands, check_products
+from .operator import operator
+from .paths import weight_of
+from .scan import Message, Steps, messages
 
 
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:

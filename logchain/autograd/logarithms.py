@@ -8,11 +8,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..autograd.scan import Message, forward_messages
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Gradients
+from ..operands import Operands
 from ..transitions import LOG
-from .operands import Operands
+from .scan import Message, forward_messages
 
 
 def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autograd.paths import weight_of
-from ..autograd.scan import Steps
-from .operands import Operands, check_products
-from .paths import best_walk, dense_best_paths, possible
+from ..operands import Operands, check_products
+from .best_paths import best_walk, dense_best_paths, possible
+from .paths import weight_of
+from .scan import Steps
 
 
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.operator import Final, Saving, if_needed, operator
-from ..autograd.scan import Steps, both_messages, filtered_messages
 from ..internals import autograd_in_operators, is_transformed
-from ..operands import arithmetic_dtype, chain_of, differentiated
+from ..operands import Operands, chain_of
+from ..tensors import arithmetic_dtype, differentiated
 from ..transitions.dense import Dense
-from .operands import Operands
+from .operator import Final, Saving, if_needed, operator
+from .scan import Steps, both_messages, filtered_messages
 
 Messages = tuple[Tensor, Tensor, Tensor]
 

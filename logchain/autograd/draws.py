@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.operator import mapped_first, operator
-from ..autograd.scan import forward_messages
 from ..kernels.chain import Chain
-from ..operands import chain_of
+from ..operands import Operands, chain_of
 from ..rescues import report_chains
 from ..transitions import LOG
 from ..transitions.transition import pick
-from .operands import Operands
-from .paths import possible
+from .best_paths import possible
+from .operator import mapped_first, operator
+from .scan import forward_messages
 
 
 @torch.no_grad()

@@ -1,0 +1,66 @@
+"""Tensors: their dtypes, the steps that are read, and whether gradients, transforms or compilers are active."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .internals import is_intercepted
+from .kernels import on_gpu as on_gpu
+
+_Bulk = TypeVar("_Bulk")
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, str, type(None)}
+
+
+def with_steps(bulk: _Bulk) -> _Bulk:
+    """Matrices with an axis of steps, of size 1 before a single matrix [c, c]; whatever else as it is."""
+    return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
+
+
+def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
+    """float64 if an operand is, otherwise float32."""
+    return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
+
+
+def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised tensors for the gradients of operands, empty for those that are not needed."""
+    x, bulk, p0 = (
+        torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)
+        for operand, need in zip(operands, needs, strict=True)
+    )
+    return x, bulk, p0
+
+
+def differentiated(*args: Any) -> bool:
+    """Whether gradients are enabled and some argument requires one."""
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+def is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether arguments are plain tensors, and no dispatch mode, function transform or compiler is active."""
+    return not torch.compiler.is_compiling() and not is_intercepted() and _PLAIN.issuperset(map(type, args))
+
+
+def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | None:
+    """Which steps [*B or ones, s] of transitions that lead into variables are read; None: all.
+
+    The last of them leads into the last of v variables, or the only one into all but the first.
+    """
+    *batch, s = lead
+    if lengths is None and v > 1:
+        return None
+    if lengths is None or lengths.numel() == 0:
+        return torch.zeros((1,) * len(lead), dtype=torch.bool)
+    missing = lengths.dim() - len(batch)
+    shared = [axis for axis in range(lengths.dim()) if axis < missing or batch[axis - missing] == 1]
+    longest = lengths.amax(shared, keepdim=True) if shared else lengths
+    longest = longest.reshape(longest.shape[missing:])[..., None]
+    into = torch.arange(v - s, v, device=longest.device) if s > 1 else torch.ones(s, device=longest.device)
+    return longest > into
+
+
+def at_hand(*tensors: Tensor) -> bool:
+    """Whether values can be read: tensors are on a device that has them, no GPU, and neither traced nor mapped."""
+    return is_plain(tensors) and not any(on_gpu(tensor) or tensor.is_meta for tensor in tensors)
