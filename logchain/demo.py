@@ -94,13 +94,13 @@ def demonstrate(n: int = 500, v: int = 40, c: int = 200) -> str:
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     table = "\n".join(lines)
     return f"""\
-{n} sequences of {v} steps with {c} states and the same matrices; float32, one thread
+{n} sequences, {v} steps, {c} states, shared matrices; float32, one thread
 
 {table}
 
-Checks: the first number of {min(n, SLICE)} sequences, the largest error of all, and its bound.
+Checks on {min(n, SLICE)} sequences: the first number, the largest error, and its bound.
 Gradients are probabilities of states (x), and expected transitions and starts.
-Times of one call for all sequences; those of torch.logsumexp are measured on {few}.
+Times of one call for all; torch.logsumexp ran on {few}, which is scaled up.
 The products by torch.mm are the arithmetic that cannot be avoided.
 Memory: the most at any time beyond inputs, result and gradients."""
 
