@@ -142,6 +142,14 @@ def check_stack(stack: Tensor) -> None:
         raise ValueError(f"stack: expected at least one square matrix [..., s, c, c], got {list(stack.shape)}")
 
 
+def check_integer(name: str, value: object, least: int | None = None) -> None:
+    """Check for an int, no bool, that is not below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: expected {least} or more, got {value}")
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Check for one of the choices."""
     if value not in choices:

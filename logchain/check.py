@@ -23,13 +23,9 @@ def check(
     Other functions check kinds and sizes, and on a CPU for negative weights in `p0`, and in `bulk` if one matrix serves
     all steps. Beyond that, NaN in an operand makes the result of its sequence NaN, and so does a negative sum.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        log_params: `bulk` and `p0` are logarithms (nats), which may be negative.
-        lengths: the number of variables of each sequence; values behind it are not checked.
-        cu_seqlens: the offsets of concatenated sequences; matrices into their first rows are not checked.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
+    `logchain.product`. Values after a sequence's end, and matrices into the first rows of concatenated sequences, are
+    not checked.
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -21,13 +21,8 @@ def entropy(
 
     It equals the log-partition minus the expected log-weight of a path, `log Z - E[log w(z)]`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
+    `logchain.product`.
 
     Returns:
         `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32; 0 where no path

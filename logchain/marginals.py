@@ -39,21 +39,17 @@ def marginals(
 
     These are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
-            axes along which `bulk` is broadcast (for expectation maximisation); "full" for `[*B, v-1, c, c]`. If `bulk`
-            is a structure, the result is one whose parameters are the expected counts of their uses.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; states are `[total, c]`, transitions those into each row
-            `[total, c, c]`, 0 into first rows ("full", or "sum" if `bulk` has a matrix for each row).
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
+    `logchain.product`; with `cu_seqlens`, states are `[total, c]` and transitions those into each row `[total, c, c]`,
+    0 into first rows ("full", or "sum" if `bulk` has a matrix for each row).
+
+    `transitions`: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
+    axes along which `bulk` is broadcast (for expectation maximization); "full" for `[*B, v-1, c, c]`. If `bulk` is a
+    structure, the result is one whose parameters are the expected counts of their uses.
 
     Returns:
         `Marginals(states [*B, v, c], transitions, log_norm [*B])` in float64 if an operand is, otherwise in float32.
-        State posteriors sum to 1 at each variable; all are exactly 0 behind a sequence's end and for an impossible
+        State posteriors sum to 1 at each variable; all are exactly 0 past a sequence's end and for an impossible
         sequence. All can be differentiated once: gradients are covariances of states and transitions.
 
     Raises:

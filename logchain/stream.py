@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_lengths, check_tensor
+from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_integer, check_lengths, check_tensor
 from .autograd.scan import Message
 from .kernels.numbers import probabilities
 from .operands import differentiated, is_plain, on_gpu
@@ -100,10 +100,7 @@ class Stream:
         check_tensor("p0", p0, 1)
         if p0.shape[-1] < 1:
             raise ValueError(f"p0: expected at least one state [..., c], got {list(p0.shape)}")
-        if isinstance(lag, bool) or not isinstance(lag, int):
-            raise TypeError(f"lag: expected an integer, got {lag!r}")
-        if lag < 0:
-            raise ValueError(f"lag: expected 0 or more, got {lag}")
+        check_integer("lag", lag, 0)
         check_float_dtype("dtype", dtype)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():

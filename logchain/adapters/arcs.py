@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_integers, check_is_tensor, check_lengths, check_tensor
+from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_is_tensor, check_lengths, check_tensor
 from ..kernels import on_gpu
 from ..transitions import LOG, Sparse
 from .chain_arguments import ChainArguments
@@ -174,8 +174,7 @@ def _checked(
         raise ValueError(f"arcs: expected [arcs, 3], at least one, got {list(arcs.shape)}")
     if scores.shape != arcs.shape[:1]:
         raise ValueError(f"scores: expected [{len(arcs)}] to go with arcs, got {list(scores.shape)}")
-    if isinstance(start, bool) or not isinstance(start, int):
-        raise TypeError(f"start: expected an integer, got {start!r}")
+    check_integer("start", start)
     least = -1 if final is None else 0
     wrong = (arcs[:, 2] < least) | (arcs[:, 2] >= classes) | (arcs[:, :2] < 0).any(1)
     if wrong.any():

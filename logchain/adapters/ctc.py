@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_integers, check_is_tensor, check_tensor, tensor_of
+from ..arguments import check_integer, check_integers, check_is_tensor, check_tensor, tensor_of
 from ..autograd.operator import apply
 from ..kernels import on_gpu
 from ..transitions import Banded
@@ -66,8 +66,7 @@ def from_ctc(
         raise ValueError(f"log_probs: expected [T, N, C] or [T, C], no size of them 0, got {list(log_probs.shape)}")
     frames, *batch, classes = log_probs.shape
     n = math.prod(batch)
-    if isinstance(blank, bool) or not isinstance(blank, int):
-        raise TypeError(f"blank: expected an integer, got {blank!r}")
+    check_integer("blank", blank)
     if not 0 <= blank < classes:
         raise ValueError(f"blank: expected a class from 0 to C - 1 = {classes - 1}, got {blank}")
     lengths = _counts("input_lengths", input_lengths, 1, frames)
