@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arguments import check_integer, check_integers, check_is_tensor, check_tensor, tensor_of
-from ..autograd.operator import apply
 from ..kernels import on_gpu
 from ..transitions import Banded
 from .chain_arguments import ChainArguments
@@ -85,7 +83,10 @@ def from_ctc(
     values[:, 0, 2] = 0.0
     values[:, 0, 2, 3::2] = (labels[:, 1:] != labels[:, :-1]) & (state[3::2] <= end)
     last = torch.zeros_like(end, dtype=log_probs.dtype).masked_fill((state != end) & (state != end - 1), -math.inf)
-    x = apply(_Potentials, log_probs.reshape(frames, n, classes), labels, blank, lengths - 1, last)
+    rows = torch.arange(n, device=log_probs.device)
+    index = _classes(labels, blank).expand(frames, -1, -1)
+    x = log_probs.reshape(frames, n, classes).gather(2, index).index_put_((lengths - 1, rows), last, accumulate=True)
+    x = x.transpose(0, 1)
     p0 = (state < 2).to(dtype)
     if not batch:
         return ChainArguments(x[0], Banded(values[0], (0, 1, 2)), p0, lengths=lengths[0])
@@ -123,38 +124,6 @@ def ctc_labels(states: Tensor, targets: Tensor, target_lengths: Counts, blank: i
         raise ValueError(f"states: expected [..., {len(classes)}, T] to go with targets, got {list(states.shape)}")
     found = classes.expand(*rows.shape[:-1], -1).gather(-1, rows.clamp(min=0).long())
     return torch.where(states < 0, -1, found.view(states.shape))
-
-
-class _Potentials(torch.autograd.Function):
-    """log_probs (T, N, C), labels (N, S), blank, last frames (N), additions there (N, 2 S + 1) -> x [N, T, 2 S + 1].
-
-    Half of the states are blanks: their gradients are summed before they are added to those of classes.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(log_probs: Tensor, labels: Tensor, blank: int, last: Tensor, additions: Tensor) -> Tensor:
-        frames, n, classes = log_probs.shape
-        row = torch.arange(n, device=log_probs.device)
-        index = _classes(labels, blank) + classes * row[:, None]
-        x = log_probs.reshape(frames, -1).index_select(1, index.flatten()).view(frames, n, -1)
-        x[last, row] += additions
-        return x.transpose(0, 1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        log_probs, labels, ctx.blank, *_ = inputs
-        ctx.classes = log_probs.shape[-1]
-        ctx.save_for_backward(labels)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (labels,), (n, frames, _) = ctx.saved_tensors, grad.shape
-        grads = grad.new_zeros(n, frames, ctx.classes)
-        grads.scatter_add_(2, labels[:, None].expand(-1, frames, -1), grad[..., 1::2])
-        grads[..., ctx.blank] += grad[..., 0::2].sum(-1)
-        return grads.transpose(0, 1), None, None, None, None
 
 
 def _classes(labels: Tensor, blank: int) -> Tensor:
