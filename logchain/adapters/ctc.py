@@ -82,11 +82,12 @@ def from_ctc(
     values = (state <= end).to(dtype)[:, None, None].repeat(1, 1, 3, 1)  # (N, 1, bands, 2 S + 1)
     values[:, 0, 2] = 0.0
     values[:, 0, 2, 3::2] = (labels[:, 1:] != labels[:, :-1]) & (state[3::2] <= end)
-    last = torch.zeros_like(end, dtype=log_probs.dtype).masked_fill((state != end) & (state != end - 1), -math.inf)
+    last = torch.zeros_like(end, dtype=dtype).masked_fill((state != end) & (state != end - 1), -math.inf)
     rows = torch.arange(n, device=log_probs.device)
     index = _classes(labels, blank).expand(frames, -1, -1)
-    x = log_probs.reshape(frames, n, classes).gather(2, index).index_put_((lengths - 1, rows), last, accumulate=True)
-    x = x.transpose(0, 1)
+    # in float32 at least, in which gradients of blanks are summed over states
+    x = log_probs.to(dtype).reshape(frames, n, classes).gather(2, index)
+    x = x.index_put_((lengths - 1, rows), last, accumulate=True).transpose(0, 1)
     p0 = (state < 2).to(dtype)
     if not batch:
         return ChainArguments(x[0], Banded(values[0], (0, 1, 2)), p0, lengths=lengths[0])
