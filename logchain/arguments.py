@@ -230,40 +230,20 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def check_values(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    ends: Tensor | None,
-    names: tuple[str, str, str] = ("x", "bulk", "p0"),
-) -> None:
-    """Check for NaN and +inf up to each sequence's end, in one pass over the data."""
-    for name, value in zip(names, (x, bulk, p0), strict=True):
-        check_has_values(name, value)
-    before = longest = None
-    if ends is not None:
-        before = ends.to(x.device)
-        if bulk.shape[-3] == x.shape[-2] - 1:
-            lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
-            shared = [axis for axis, size in enumerate(lead) if size == 1]
-            longest = (ends.amax(shared, keepdim=True) if shared and ends.numel() else ends).to(bulk.device) - 1
-    _check_values(names[0], x, -2, before)
-    _check_values(names[1], bulk, -3, longest)
-    _check_values(names[2], p0[..., None, :], -2, None)
-
-
-def _check_values(name: str, value: Tensor, axis: int, ends: Tensor | None) -> None:
-    """Check the values at steps (along `axis`) before the `ends`, a piece of `_CHECKED` entries at a time."""
-    nan = infinite = 0
-    size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))
-    for start, piece in enumerate(value.split(size, axis)):
-        if ends is not None:
-            steps = torch.arange(start * size, start * size + piece.shape[axis], device=value.device)
-            inside = (steps < ends[..., None]).view(*ends.shape, len(steps), *(1,) * (-axis - 1))
-            piece = torch.where(inside, piece, 0.0)
-        nan += int(piece.isnan().sum())
-        infinite += int((piece == torch.inf).sum())
-    if nan:
-        raise ValueError(f"{name}: expected no NaN, got {nan}")
-    if infinite:
-        raise ValueError(f"{name}: expected no +inf, got {infinite}")
+def check_values(*operands: Weights) -> None:
+    """Check for NaN and +inf among the entries that are read, `_CHECKED` at a time."""
+    for name, values, _ in operands:
+        check_has_values(name, values)
+    for name, values, read in operands:
+        axis = max(range(values.dim()), key=values.shape.__getitem__)
+        size = max(1, _CHECKED * values.shape[axis] // max(1, values.numel()))
+        read = torch.ones((), dtype=torch.bool, device=values.device) if read is None else read.to(values.device)
+        read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+        nan = infinite = 0
+        for part, inside in zip(values.split(size, axis), read.split(size, axis), strict=True):
+            nan += int((part.isnan() & inside).sum())
+            infinite += int(((part == torch.inf) & inside).sum())
+        if nan:
+            raise ValueError(f"{name}: expected no NaN, got {nan}")
+        if infinite:
+            raise ValueError(f"{name}: expected no +inf, got {infinite}")

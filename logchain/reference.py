@@ -1,8 +1,8 @@
 """Definitions of the library's operations in float64: slow and plain.
 
-Arguments are anything that `numpy.asarray` takes, and `bulk` also a structure of `logchain.transitions`, which stands
-for its dense matrices; leading axes broadcast; results are natural logarithms (nats) or
-probabilities in float64. The fast versions are tested against these, and these against sums over all state paths.
+Arguments are anything that `numpy.asarray` takes; `bulk` may be a structure of `logchain.transitions`. Leading axes
+broadcast; results are natural logarithms (nats) or probabilities in float64. The fast versions are tested against these,
+and these against sums over all state paths.
 """
 
 from typing import Any, NamedTuple
@@ -91,28 +91,24 @@ def forward_backward(
 ) -> Messages:
     """The forward and backward messages, whose sum is the joint log-weight of a variable's states.
 
-    A forward message includes its variable's potential, a backward message does not. Behind the end both are -inf.
+    A forward message includes its variable's potential, a backward message does not. Past the end both are -inf.
 
     >>> m = forward_backward(np.zeros((2, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5])
     >>> np.exp(m.forward[1]), np.exp(m.backward[0])
     (array([0.5, 0.5]), array([1., 1.]))
     """
     x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
-    v = x.shape[-2]
-    forward, backward = np.full(x.shape, -np.inf), np.full(x.shape, -np.inf)
+    v, forward = x.shape[-2], np.full(x.shape, -np.inf)
     forward[..., 0, :] = log_p0 + x[..., 0, :]
     for i in range(1, v):
-        inside = (ends > i)[..., None]
         step = _logsumexp(forward[..., i - 1, :, None] + log_bulk[..., i - 1, :, :], axis=-2)
-        forward[..., i, :] = np.where(inside, step + np.where(inside, x[..., i, :], 0.0), -np.inf)
-    for i in reversed(range(v)):
-        last = (ends - 1 == i)[..., None]
-        backward[..., i, :] = np.where(last, 0.0, -np.inf)
-        if i + 1 < v:
-            inside = (ends > i + 1)[..., None]
-            ahead = np.where(inside, x[..., i + 1, :], 0.0) + backward[..., i + 1, :]
-            step = _logsumexp(log_bulk[..., i, :, :] + ahead[..., None, :], axis=-1)
-            backward[..., i, :] = np.where(inside, step, backward[..., i, :])
+        forward[..., i, :] = np.where((ends > i)[..., None], step + x[..., i, :], -np.inf)
+    last = np.arange(v) == ends[..., None] - 1
+    backward = np.where(last[..., None], np.zeros_like(x), -np.inf)
+    for i in reversed(range(v - 1)):
+        after = x[..., i + 1, :] + backward[..., i + 1, :]
+        step = _logsumexp(log_bulk[..., i, :, :] + after[..., None, :], axis=-1)
+        backward[..., i, :] = np.where((ends > i + 1)[..., None], step, backward[..., i, :])
     log_norm = _logsumexp(np.take_along_axis(forward, (ends - 1)[..., None, None], axis=-2)[..., 0, :], axis=-1)
     return Messages(forward, backward, log_norm)
 
@@ -129,12 +125,10 @@ def marginals(
            [0.25, 0.75]])
     """
     forward, backward, log_norm = forward_backward(x, bulk, p0, log_params=log_params, lengths=lengths)
-    x, log_bulk, _, ends = _logs(x, bulk, p0, log_params, lengths)
+    x, log_bulk, _, _ = _logs(x, bulk, p0, log_params, lengths)
     norm = np.where(log_norm == -np.inf, 0.0, log_norm)[..., None, None]
-    inside = (np.arange(1, x.shape[-2]) < ends[..., None])[..., None]
-    ahead = np.where(inside, x[..., 1:, :], 0.0) + backward[..., 1:, :]
-    joint = forward[..., :-1, :, None] + log_bulk + ahead[..., None, :] - norm[..., None]
-    transitions = np.where(inside[..., None], np.exp(joint), 0.0)
+    after = x[..., 1:, :] + backward[..., 1:, :]
+    transitions = np.exp(forward[..., :-1, :, None] + log_bulk + after[..., None, :] - norm[..., None])
     return Marginals(np.exp(forward + backward - norm), transitions, log_norm)
 
 
@@ -147,7 +141,7 @@ def log_prob(
     log_params: bool = False,
     lengths: ArrayLike | None = None,
 ) -> Array:
-    """The log posterior probabilities [*S, *B] of paths [*S, *B, v], in which -1 stands for no state.
+    """The log posterior probabilities [*S, *B] of paths [*S, *B, v], in which -1 is no state.
 
     >>> log_prob(np.zeros((2, 2)), [[[1.0, 0.0], [0.0, 1.0]]], [0.25, 0.75], [[1, 1], [0, 1]])
     array([-0.28768207,        -inf])
@@ -182,7 +176,7 @@ def viterbi(
     for i in range(1, x.shape[-2]):
         terms, inside = message[..., :, None] + log_bulk[..., i - 1, :, :], (ends > i)[..., None]
         before[..., i, :] = np.where(inside, terms.argmax(-2), np.arange(c))
-        message = np.where(inside, terms.max(-2) + np.where(inside, x[..., i, :], 0.0), message)
+        message = np.where(inside, terms.max(-2) + x[..., i, :], message)
     state, score = message.argmax(-1), message.max(-1)
     for i in reversed(range(x.shape[-2])):
         states[..., i] = np.where((ends > i) & (score > -np.inf), state, -1)
@@ -281,7 +275,7 @@ def _mean_log_weight(posterior: Marginals, x: Array, log_bulk: Array, log_p0: Ar
 def _logs(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, log_params: bool, lengths: ArrayLike | None
 ) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    """The operands as float64 logarithms, `x` with the full batch shape, and the lengths in that shape."""
+    """The operands as float64 logarithms, 0 past a sequence's end, and the lengths in the shape of the batch."""
     bulk = _dense(bulk, log_params)
     x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
     if not log_params:
@@ -291,6 +285,9 @@ def _logs(
     bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, c, c))
     ends = np.full(batch, v) if lengths is None else np.asarray(lengths)
     ends = np.broadcast_to(ends.reshape(ends.shape + (1,) * (len(batch) - ends.ndim)), batch)
+    if lengths is not None:
+        inside = (np.arange(v) < ends[..., None])[..., None]
+        x, bulk = np.where(inside, x, 0.0), np.where(inside[..., 1:, :, None], bulk, 0.0)
     return x, bulk, p0, ends
 
 
