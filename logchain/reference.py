@@ -1,8 +1,8 @@
 """Definitions of the library's operations in float64: slow and plain.
 
 Arguments are anything that `numpy.asarray` takes; `bulk` may be a structure of `logchain.transitions`. Leading axes
-broadcast; results are natural logarithms (nats) or probabilities in float64. The fast versions are tested against these,
-and these against sums over all state paths.
+broadcast; results are natural logarithms (nats) or probabilities in float64. The fast versions are tested against
+these, and these against sums over all state paths.
 """
 
 from typing import Any, NamedTuple
