@@ -40,18 +40,14 @@ def filtered(
     log-partition is. `logchain.Stream` gives them for a chain that comes in pieces, `logchain.marginals` the posteriors
     given all variables.
 
-    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
-    `logchain.product`; with `cu_seqlens`, states are `[total, c]` and log-partitions `[n]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[total, c]` and log-partitions `[n]`.
 
     Returns:
         `Filtered(states [*B, v, c], log_norm [*B])` in float64 if an operand is, otherwise in float32. States sum to 1
         at each variable; they are exactly 0 past a sequence's end, and from where a sequence is impossible on. Both
-        can be differentiated twice, by a few of torch's operators for each step in float64.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
-        NotImplementedError: for forward derivatives.
+        can be differentiated twice, by a few of torch's operators for each step in float64; forward derivatives raise
+        NotImplementedError.
 
     Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
 

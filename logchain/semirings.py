@@ -29,17 +29,13 @@ def total(
 ) -> Tensor:
     r"""The semiring sum over paths z of log-weights `log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...`.
 
-    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
-    `logchain.product`. `semiring`: `MAX` for the weight of the best path (that of `logchain.viterbi`), `LOG` for the
-    log-partition (that of `logchain.product`), or one of your own.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`. `semiring`: `MAX` for the weight of the best path (that of `logchain.viterbi`),
+    `LOG` for the log-partition (that of `logchain.product`), or one of your own.
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32; exactly -inf where every path is
         impossible. Gradients are those that torch's autograd takes through the semiring's sum.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range.
 
     Cost: `v c^2` terms a sequence in `v` dependent steps, all of which are kept if gradients are needed; for `LOG` and
     `MAX` that of `logchain.product` and `logchain.viterbi`.

@@ -32,8 +32,8 @@ def topk_paths(
 ) -> Paths:
     r"""The `k` paths z of the largest weights `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
 
-    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
-    `logchain.product`; with `cu_seqlens`, states are `[k, total]` and scores `[n, k]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[k, total]` and scores `[n, k]`.
 
     `k`: the number of paths, at least 1.
 
@@ -49,10 +49,6 @@ def topk_paths(
 
     Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0.
     The order of weights that differ by less than the error bound of `viterbi`'s score may be wrong.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or `k` or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2 k` additions and a selection of the k largest of c k for each state and step, in `v` dependent steps.
     Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, if all steps share one matrix, only those of one

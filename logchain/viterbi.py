@@ -29,8 +29,8 @@ def viterbi(
 ) -> Path:
     r"""The best path `argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and its log-weight.
 
-    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
-    `logchain.product`; with `cu_seqlens`, states are `[total]` and scores `[n]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[total]` and scores `[n]`.
 
     Returns:
         `Path(states, score)`. `states` `[*B, v]` int64, -1 past a sequence's end. Among paths whose computed weights
@@ -45,10 +45,6 @@ def viterbi(
     Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0.
     The score is within `ulp + v (c + 8 + 2 D) u` of the largest, as the result of `product` is, for a path that runs D
     nats below a message's maximum.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. One long
     sequence is cut into segments for all threads of a CPU, with the same result to the last bit. Memory: the messages
