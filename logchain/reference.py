@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Operands = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 class Messages(NamedTuple):
@@ -225,32 +226,32 @@ def entropy(
     >>> float(entropy(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [1.0, 0.0]).round(4))
     1.3863
     """
-    x = _lowered(x)
-    posterior = marginals(x, bulk, p0, log_params=log_params, lengths=lengths)
-    mean = _mean_log_weight(posterior, *_logs(x, bulk, p0, log_params, lengths))
-    return np.where(posterior.log_norm == -np.inf, 0.0, posterior.log_norm - mean)
+    chain = x, bulk, p0
+    return 0.0 - _mean_log_prob(chain, chain, log_params, lengths)
 
 
-def kl_divergence(
-    p: tuple[ArrayLike, ArrayLike, ArrayLike],
-    q: tuple[ArrayLike, ArrayLike, ArrayLike],
-    *,
-    log_params: bool = False,
-    lengths: ArrayLike | None = None,
-) -> Array:
+def kl_divergence(p: Operands, q: Operands, *, log_params: bool = False, lengths: ArrayLike | None = None) -> Array:
     """The divergence `sum p log(p / q)` of the posteriors over state paths; +inf if `q` forbids a path that `p` allows.
 
     >>> x, bulk = np.zeros((3, 2)), np.full((1, 2, 2), 0.5)
     >>> float(kl_divergence((x, bulk, [0.5, 0.5]), (x, bulk, [0.75, 0.25])).round(4))
     0.1438
     """
-    p, q = (_lowered(p[0]), *p[1:]), (_lowered(q[0]), *q[1:])
-    posterior = marginals(*p, log_params=log_params, lengths=lengths)
-    means = [_mean_log_weight(posterior, *_logs(*chain, log_params, lengths)) for chain in (p, q)]
-    other = product(*q, log_params=log_params, lengths=lengths)
-    with np.errstate(invalid="ignore"):
-        divergence = means[0] - posterior.log_norm - np.where(means[1] == -np.inf, -np.inf, means[1] - other)
-    return np.where(posterior.log_norm == -np.inf, 0.0, divergence)
+    p_under_p, p_under_q = (_mean_log_prob(p, chain, log_params, lengths) for chain in (p, q))
+    return p_under_p - p_under_q
+
+
+def _mean_log_prob(p: Operands, q: Operands, log_params: bool, lengths: ArrayLike | None) -> Array:
+    """The expected log-probability in q of a path of p; 0 where none is possible in p, -inf where q forbids one."""
+    p, q = ((_lowered(chain[0]), *chain[1:]) for chain in (p, q))
+    states, transitions, log_norm = marginals(*p, log_params=log_params, lengths=lengths)
+    x, log_bulk, log_p0, ends = _logs(*q, log_params, lengths)
+    mean, norm = np.zeros(ends.shape), product(*q, log_params=log_params, lengths=lengths)
+    for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
+        terms = np.where(shares > 0, shares, 0.0) * np.where(shares > 0, weight, 0.0)
+        mean += terms.sum(tuple(range(ends.ndim, terms.ndim)))
+    possible = mean - np.where(mean == -np.inf, 0.0, norm)
+    return np.where(log_norm == -np.inf, 0.0, possible)
 
 
 def _lowered(x: ArrayLike) -> Array:
@@ -259,17 +260,6 @@ def _lowered(x: ArrayLike) -> Array:
     top = x.max(-1, keepdims=True)
     lowered: Array = x - np.where(np.isneginf(top), 0.0, top)
     return lowered
-
-
-def _mean_log_weight(posterior: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
-    """The expected log-weight of a path in one chain, under posterior marginals that may be those of another."""
-    mean = np.zeros(ends.shape)
-    states, transitions, _ = posterior
-    for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
-        possible = shares > 0
-        terms = np.where(possible, shares, 0.0) * np.where(possible, weight, 0.0)
-        mean += terms.sum(tuple(range(ends.ndim, terms.ndim)))
-    return mean
 
 
 def _logs(
