@@ -190,9 +190,9 @@ class Stream:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         stretch, log_norm = plain[0], torch.empty_like(plain[1])
-        after, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
+        leaving, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
         report_chains(recomputed)
-        self._state = state._replace(message=Message(*after))
+        self._state = state._replace(message=Message(*leaving))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:

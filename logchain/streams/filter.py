@@ -4,7 +4,6 @@ Dense matrices without gradients are computed by the kernels of chains, others b
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,15 +183,13 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 
 def _check_alike(old: Transition, new: Transition) -> None:
-    """Raise for structures that differ in more than parameters, whose steps cannot be concatenated."""
-    was, now = map(_properties, (old, new))
+    """Raise for structures that differ in more than leading axes and values of parameters, which are concatenated."""
+    was, now = (tree_leaves([type(one), one.pattern or vars(one.with_parameters()), _sizes(one)]) for one in (old, new))
     pairs = zip(was, now, strict=False)
     if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
         raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
 
 
-def _properties(one: Transition) -> list[Any]:
-    """What transitions must have in common: all but leading axes and values of parameters."""
-    sizes = [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]
-    return [type(one), *sizes, *tree_leaves(one.pattern or vars(one.with_parameters()))]
+def _sizes(one: Transition) -> list[torch.Size]:
+    return [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]
