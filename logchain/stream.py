@@ -159,7 +159,7 @@ class Stream:
         double = state.double or torch.float64 in (x_piece.dtype, self._p0.dtype, transition.dtype)
         state = (state.detached() if self._detach else state)._replace(double=double)
         dtype = self._result_dtype(state) if self._filtered else None
-        message, (posteriors, messages) = filtered(piece, state.message, dtype, self._lag > 0)
+        message, posteriors, messages = filtered(piece, state.message, dtype, self._lag > 0)
         state, ready, states = state.after(piece, message, ends), None, None
         if self._lag and messages is not None:
             ready, window = passed(state.window, piece.logs, messages, self._lag)
