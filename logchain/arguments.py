@@ -38,12 +38,14 @@ def check_is_tensor(name: str, value: object) -> None:
 
 def check_dense(name: str, value: Tensor) -> None:
     """Check for a tensor that is neither sparse nor nested."""
+    check_is_tensor(name, value)
     if value.layout != torch.strided or value.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
 
 
 def check_integers(name: str, value: Tensor) -> None:
-    """Check for an integer dtype."""
+    """Check for a dense tensor of integers."""
+    check_dense(name, value)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got {str(value.dtype)[6:]}")
 
@@ -56,7 +58,6 @@ def check_device(name: str, value: Tensor, like: Tensor) -> None:
 
 def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
     """Check for a dense floating tensor with at least so many axes and, if `like` is given, on the device of `like`."""
-    check_is_tensor(name, value)
     check_dense(name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
@@ -196,8 +197,7 @@ def as_lengths(
     # values of a tensor on x's device are checked later, by the operator: here the tensor may be traced or mapped
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     lengths = tensor_of(lengths)
-    if lengths.layout != torch.strided:
-        raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout}")
+    check_dense("lengths", lengths)
     if lengths.is_meta:
         check_device("lengths", lengths, x)
     if lengths.numel():
@@ -218,10 +218,11 @@ def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
     """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
     if not has_values(lengths):
         return
-    if lengths.numel() and not (least <= int(lengths.min()) and int(lengths.max()) <= v):
-        low, high = int(lengths.min()), int(lengths.max())
-        expected = f"values from {least} to {'v' if least else 'k'} = {v}"
-        raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
+    if lengths.numel():
+        low, high = (int(bound) for bound in torch.aminmax(lengths))
+        if low < least or high > v:
+            expected = f"values from {least} to {'v' if least else 'k'} = {v}"
+            raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
 
 
 def check_flag(name: str, value: object) -> None:

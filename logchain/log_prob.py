@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor
+from .arguments import Lengths, check_device, check_integers
 from .autograd.chain import packed_log_norm
 from .autograd.paths import log_weight, packed_log_weight
 from .chain import Chain
@@ -82,9 +82,7 @@ def _less(weight: Tensor, norm: Tensor) -> Tensor:
 
 def as_paths(states: Tensor, x: Tensor) -> Tensor:
     """Paths [*S, *B, v] as int64, after checks of their kind and shape."""
-    check_is_tensor("states", states)
     check_integers("states", states)
-    check_dense("states", states)
     check_device("states", states, x)
     shape = x.shape[:-1]
     if states.shape[max(0, states.dim() - len(shape)) :] != shape:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_is_tensor, check_lengths, check_tensor
+from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_lengths, check_tensor
 from ..kernels import on_gpu
 from ..transitions import LOG, Sparse
 from .chain_arguments import ChainArguments
@@ -167,7 +167,6 @@ def _checked(
     arcs: Tensor, scores: Tensor, final: Tensor | None, start: int, classes: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Arcs as int64 on the device of scores, scores and final log-weights, of kinds and sizes that go together."""
-    check_is_tensor("arcs", arcs)
     check_integers("arcs", arcs)
     check_tensor("scores", scores, 1)
     if arcs.dim() != 2 or arcs.shape[1] != 3 or not len(arcs):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import check_integer, check_integers, check_is_tensor, check_tensor, tensor_of
+from ..arguments import check_integer, check_integers, check_tensor, tensor_of
 from ..kernels import on_gpu
 from ..transitions import Banded
 from .chain_arguments import ChainArguments
@@ -116,7 +116,6 @@ def ctc_labels(states: Tensor, targets: Tensor, target_lengths: Counts, blank: i
     >>> ctc_labels(torch.tensor([[0, 1, 2, 3, -1]]), torch.tensor([[7, 8]]), [2])
     tensor([[ 0,  7,  0,  8, -1]])
     """
-    check_is_tensor("states", states)
     check_integers("states", states)
     labels, _ = _padded(targets, target_lengths, blank)
     classes = _classes(labels.to(states.device), blank)  # (N, 2 S + 1)
@@ -136,7 +135,6 @@ def _classes(labels: Tensor, blank: int) -> Tensor:
 
 def _padded(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[Tensor, Tensor]:
     """Labels int64 (N, S), S at least 1, blank behind a target's end; and the numbers of labels int64 (N)."""
-    check_is_tensor("targets", targets)
     check_integers("targets", targets)
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets: expected [N, S] or [sum(target_lengths)], got {list(targets.shape)}")
