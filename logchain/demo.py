@@ -58,7 +58,7 @@ def forward_backward(chain: Chain, product: Product = product) -> list[Tensor]:
 
 
 def logsumexp_scan(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    """The log-partitions as one writes them in torch, one step after the other: [n, 1, c, c] numbers in each."""
+    """The log-partitions as one writes them in torch, step by step: [n, 1, c, c] numbers in each."""
     logs, message = bulk.log(), p0.log() + x[..., 0, :]
     for i in range(x.shape[-2] - 1):
         message = torch.logsumexp(message[..., :, None] + logs[..., i, :, :], -2) + x[..., i + 1, :]  # [n, 1, c]
@@ -67,7 +67,7 @@ def logsumexp_scan(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
 
 def matrix_products(chain: Chain, *, backward: bool = False) -> list[Tensor]:
     """The matrix products alone: one [n, c] x [c, c] for each step, two more for the backward pass."""
-    n, _, v, c = chain.x.shape
+    n, _, _, c = chain.x.shape
     message, adjoint = chain.x[:, 0, 0].softmax(-1), chain.x[:, 0, -1].softmax(-1)
     step, counts = torch.empty(n, c), torch.empty(c, c)
     for matrix in chain.bulk[0, 0]:
@@ -134,9 +134,9 @@ def _depth(chain: Chain, states: reference.Array) -> float:
 
 def _costs(chain: Chain) -> list[tuple[str, ...]]:
     """The seconds of each way to compute all sequences, forward and with gradients, and the bytes of the latter."""
-    some, v = chain.first(FEW), chain.x.shape[-2]
-    times = len(chain.x) / len(some.x)
-    scans = partial(forward, some, logsumexp_scan), partial(forward_backward, some, logsumexp_scan)
+    part, v = chain.first(FEW), chain.x.shape[-2]
+    times = len(chain.x) / len(part.x)
+    scans = partial(forward, part, logsumexp_scan), partial(forward_backward, part, logsumexp_scan)
     products = partial(matrix_products, chain), partial(matrix_products, chain, backward=True)
     return [
         _cost("logchain", partial(forward, chain), partial(forward_backward, chain)),

@@ -38,11 +38,11 @@ def sample(
     `logchain.product`; with `cu_seqlens`, paths are `[num_samples, total]`.
 
     `num_samples`: the number of paths of each sequence. `generator`: the source of randomness, on the operands' device;
-    by default torch's own. Equal states of the generator give equal paths for equal arguments on one machine.
+    by default that of torch. Equal states of the generator give equal paths for equal arguments on one machine.
     `torch.vmap` needs `randomness="different"`.
 
     Returns:
-        int64 `[num_samples, *B, v]`. Every path has positive weight. -1 stands for no state: past a sequence's end,
+        int64 `[num_samples, *B, v]`. Every path has positive weight. -1 is no state: past a sequence's end,
         and everywhere in a sequence that is impossible or holds NaN. There is no gradient; for gradients of
         expectations, differentiate `logchain.log_prob` of the paths (score-function estimator).
 

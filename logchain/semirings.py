@@ -31,7 +31,7 @@ def total(
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
     are those of `logchain.product`. `semiring`: `MAX` for the weight of the best path (that of `logchain.viterbi`),
-    `LOG` for the log-partition (that of `logchain.product`), or one of your own.
+    `LOG` for the log-partition (that of `logchain.product`), or your semiring.
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32; exactly -inf where every path is

@@ -25,7 +25,7 @@ def from_ctc(
 
     Args:
         log_probs: log-probabilities of the C classes `[T, N, C]` or `[T, C]`, in nats; they need not sum to 1.
-        targets: labels, integers `[N, S]` with anything behind a target's end, or all one behind the other
+        targets: labels, integers `[N, S]` with anything past a target's end, or all concatenated
             `[sum(target_lengths)]`; `[S]` for `[T, C]`.
         input_lengths: the number of frames of each sequence `[N]`, from 1 to T; for `[T, C]` one number.
         target_lengths: the number of labels of each sequence `[N]`, from 0 to S; for `[T, C]` one number.
@@ -36,7 +36,7 @@ def from_ctc(
         the last frame in states where no target ends, and the lengths; for `[T, C]` all without the first axis.
         `-product` equals `ctc_loss(..., reduction="none")`, and is exactly inf, with gradient 0, where a target does
         not fit into its frames. Gradients are those of `log_probs` themselves: minus the posterior of each class at
-        each frame. (torch's are those of logits, correct only behind `log_softmax`, where both agree.)
+        each frame. (torch's are those of logits, correct only after `log_softmax`, where both agree.)
 
         `viterbi`, `sample` and `topk_paths` give alignments, whose labels are `ctc_labels`.
 
@@ -69,9 +69,9 @@ def from_ctc(
         raise ValueError(f"blank: expected a class from 0 to C - 1 = {classes - 1}, got {blank}")
     lengths = _counts("input_lengths", input_lengths, 1, frames)
     labels, counts = _padded(targets, target_lengths, blank)
-    for name, found in (("input_lengths", lengths), ("target_lengths", counts)):
-        if len(found) != n:
-            raise ValueError(f"{name}: expected {n} to go with log_probs {list(log_probs.shape)}, got {len(found)}")
+    for name, numbers in (("input_lengths", lengths), ("target_lengths", counts)):
+        if len(numbers) != n:
+            raise ValueError(f"{name}: expected {n} to go with log_probs {list(log_probs.shape)}, got {len(numbers)}")
     if not on_gpu(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         low, high = int(labels.min()), int(labels.max())
         raise ValueError(f"targets: expected labels from 0 to C - 1 = {classes - 1}, got {low} to {high}")
@@ -134,7 +134,7 @@ def _classes(labels: Tensor, blank: int) -> Tensor:
 
 
 def _padded(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[Tensor, Tensor]:
-    """Labels int64 (N, S), S at least 1, blank behind a target's end; and the numbers of labels int64 (N)."""
+    """Labels int64 (N, S), S at least 1, blank past a target's end; and the numbers of labels int64 (N)."""
     check_integers("targets", targets)
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets: expected [N, S] or [sum(target_lengths)], got {list(targets.shape)}")

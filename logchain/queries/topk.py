@@ -69,8 +69,8 @@ class _Search:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        walked, self._pointers = best_walk(steps)
-        self._messages = torch.stack([message.logs for message in walked], -2)
+        best, self._pointers = best_walk(steps)
+        self._messages = torch.stack([message.logs for message in best], -2)
         final = self._messages[..., -1, :]
         ends = self._ends = (
             steps.ends if steps.ends is not None else final.new_full((*final.shape[:2], 1), steps.v).long()
@@ -89,8 +89,8 @@ class _Search:
         rank, position = place[..., None] // self.steps.v, place % self.steps.v
         path, before, taken, _, states = (each.take_along_dim(rank, 2)[:, :, 0] for each in self._sets)
         shared, state = position + 1, states.gather(-1, position)
-        own = torch.zeros_like(taken).scatter_(-1, path.gather(-1, position), True)
-        taken = torch.where(shared == before, taken, own).scatter(-1, state, True)
+        visited = torch.zeros_like(taken).scatter_(-1, path.gather(-1, position), True)
+        taken = torch.where(shared == before, taken, visited).scatter(-1, state, True)
         path = self._best(path, shared, state)
         best, states = self._deviations(path, shared, taken)
         best = best.masked_fill(weight == -math.inf, -math.inf)  # no path deviates from one that does not exist
@@ -113,8 +113,8 @@ class _Search:
     def _deviations(self, path: Tensor, shared: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
         """The weight and state (g, m, v) of the best path that deviates before each step up to `shared`."""
         weights = self._messages + self._continued(path)
-        own = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, path[..., None], True)
-        excluded = torch.where((self._into == shared)[..., None], taken[..., None, :], own)
+        visited = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, path[..., None], True)
+        excluded = torch.where((self._into == shared)[..., None], taken[..., None, :], visited)
         excluded |= (self._into > shared)[..., None]
         weight, state = weights.masked_fill(excluded, -math.inf).max(-1)
         return weight, state
