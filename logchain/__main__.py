@@ -2,8 +2,6 @@
 
 import argparse
 import sys
-import zipfile
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,28 +15,15 @@ from .demo import demonstrate
 from .product import product
 
 DESCRIPTION = """\
-Long chains of non-negative matrices, multiplied in log space.
+Without a file: a chain is checked against scipy in float64, and timed.
+With a file: the log-partition of each sequence in it, in nats, one on each line.
+numpy.savez("chain.npz", x=x, bulk=bulk, p0=p0) writes one for n sequences:
+  x        [n, v, c]       log-potentials: for an HMM, log-likelihoods of the data
+  bulk     [1, v-1, c, c]  transition weights, [from, to]; [1, 1, c, c]: all the same
+  p0       [1, c]          weights of the first state
+  lengths  [n]             integers: the steps of each sequence; may be left out"""
 
-Without a file: a demonstration of some seconds. A chain is checked against scipy
-in float64, and timed beside its matrix products, torch.logsumexp and scipy.
-
-With a file: the log-partition of every sequence in it, in nats, one a line."""
-
-EXAMPLES = """\
-a file for n sequences of v steps with c states, written by numpy:
-  numpy.savez("chain.npz", x=x, bulk=bulk, p0=p0)
-  x     [n, v, c]       log-potentials: of an HMM, the log-likelihoods of the data
-  bulk  [1, v-1, c, c]  weights of transitions, [from, to]; [1, 1, c, c]: all the same
-  p0    [1, c]          weights of the first state
-
-examples:
-  python -m logchain --size 100,40,50
-  python -m logchain chain.npz --output log_partitions.npy"""
-
-# The exceptions that NumPy and the zip reader raise for a file that they cannot read.
-UNREADABLE = (
-    OSError, EOFError, KeyError, ValueError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
+NAMES = "x", "bulk", "p0", "lengths"
 
 
 class WrongFileError(Exception):
@@ -48,19 +33,13 @@ class WrongFileError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m logchain",
-        usage="%(prog)s [--size N,V,C]\n       %(prog)s FILE.npz [--log-params] [--output OUT.npy]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m logchain", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"logchain {__version__}")
-    demonstration = parser.add_argument_group("without a file")
-    demonstration.add_argument("--size", metavar="N,V,C", type=_size, help="sequences, steps, states; 500,40,200")
-    chain = parser.add_argument_group("with a file")
-    chain.add_argument("file", nargs="?", metavar="FILE.npz", help="x, bulk, p0 and, if need be, lengths")
-    chain.add_argument("--log-params", action="store_true", help="bulk and p0 are logarithms")
-    chain.add_argument("--output", metavar="OUT.npy", help="write the result here instead of printing it")
+    parser.add_argument("--size", metavar="N,V,C", type=_size, help="without a file: 500,40,200 by default")
+    parser.add_argument("file", nargs="?", metavar="FILE.npz", help="a chain")
+    parser.add_argument("--log-params", action="store_true", help="bulk and p0 of the file are logarithms")
+    parser.add_argument("--output", metavar="OUT.npy", help="write the result here instead of printing it")
     options = parser.parse_args(argv)
     if options.file is None and (options.output is not None or options.log_params):
         parser.error("--output and --log-params go with FILE.npz")
@@ -68,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--size goes without FILE.npz")
     try:
         if options.file is None:
-            print(demonstrate(*(options.size or ()), progress=sys.stderr.isatty()))
+            print(demonstrate(*(options.size or ())))
             return 0
         result = _product_of(options.file, log_params=options.log_params)
         if options.output is None:
@@ -84,18 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:
     """The log-partitions of the arrays in a file, of which integer ones are converted to float64."""
     arrays = _read(path)
+    missing = ", ".join(name for name in NAMES[:3] if name not in arrays)
+    unknown = ", ".join(name for name in arrays if name not in NAMES)
+    if missing:
+        raise WrongFileError(f"{path}: {missing}: missing; the file holds {', '.join(arrays) or 'nothing'}")
+    if unknown:
+        raise WrongFileError(f"{path}: {unknown}: expected only x, bulk, p0 and lengths")
     for name, array in arrays.items():
         if array.dtype.kind not in ("iu" if name == "lengths" else "fiu") or array.dtype.itemsize > 8:
             expected = "integers" if name == "lengths" else "real numbers of at most 64 bits"
             raise WrongFileError(f"{path}: {name}: expected {expected}, got {array.dtype}")
-    x, bulk, p0 = (_tensor(arrays[name], np.float64) for name in ("x", "bulk", "p0"))
+    x, bulk, p0 = (_tensor(arrays[name], np.float64) for name in NAMES[:3])
     lengths = _tensor(arrays["lengths"], np.int64) if "lengths" in arrays else None
     try:
         check(x, bulk, p0, log_params=log_params, lengths=lengths)
-        result = product(x, bulk, p0, log_params=log_params, lengths=lengths)
+        return product(x, bulk, p0, log_params=log_params, lengths=lengths).numpy()
     except (ValueError, TypeError) as error:
         raise WrongFileError(f"{path}: {_line(error)}") from error
-    return result.numpy()
 
 
 def _read(path: str) -> dict[str, NDArray[np.generic]]:
@@ -104,15 +88,11 @@ def _read(path: str) -> dict[str, NDArray[np.generic]]:
         with open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise WrongFileError(f"{path}: expected an .npz file with x, bulk and p0, got a single array")
-            missing = [name for name in ("x", "bulk", "p0") if name not in archive]
-            if missing:
-                names = ", ".join(archive) or "nothing"
-                raise WrongFileError(f"{path}: {', '.join(missing)}: missing; the file holds {names}")
-            return {name: np.asarray(archive[name]) for name in ("x", "bulk", "p0", "lengths") if name in archive}
+                raise ValueError("it holds a single array")
+            return dict(archive)
     except FileNotFoundError as error:
         raise WrongFileError(f"{path}: no such file") from error
-    except UNREADABLE as error:
+    except Exception as error:  # NumPy and the zip reader have exceptions of many kinds
         raise WrongFileError(f"{path}: not readable as an .npz file of plain arrays: {_line(error)}") from error
 
 

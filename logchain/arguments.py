@@ -38,12 +38,14 @@ def check_is_tensor(name: str, value: object) -> None:
 
 def check_dense(name: str, value: Tensor) -> None:
     """Check for a tensor that is neither sparse nor nested."""
+    check_is_tensor(name, value)
     if value.layout != torch.strided or value.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
 
 
 def check_integers(name: str, value: Tensor) -> None:
-    """Check for an integer dtype."""
+    """Check for a dense tensor of integers."""
+    check_dense(name, value)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got {str(value.dtype)[6:]}")
 
@@ -56,7 +58,6 @@ def check_device(name: str, value: Tensor, like: Tensor) -> None:
 
 def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
     """Check for a dense floating tensor with at least so many axes and, if `like` is given, on the device of `like`."""
-    check_is_tensor(name, value)
     check_dense(name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
@@ -142,6 +143,14 @@ def check_stack(stack: Tensor) -> None:
         raise ValueError(f"stack: expected at least one square matrix [..., s, c, c], got {list(stack.shape)}")
 
 
+def check_integer(name: str, value: object, least: int | None = None) -> None:
+    """Check for an int, no bool, that is not below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: expected {least} or more, got {value}")
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Check for one of the choices."""
     if value not in choices:
@@ -188,8 +197,7 @@ def as_lengths(
     # values of a tensor on x's device are checked later, by the operator: here the tensor may be traced or mapped
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     lengths = tensor_of(lengths)
-    if lengths.layout != torch.strided:
-        raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout}")
+    check_dense("lengths", lengths)
     if lengths.is_meta:
         check_device("lengths", lengths, x)
     if lengths.numel():
@@ -210,10 +218,11 @@ def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
     """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
     if not has_values(lengths):
         return
-    if lengths.numel() and not (least <= int(lengths.min()) and int(lengths.max()) <= v):
-        low, high = int(lengths.min()), int(lengths.max())
-        expected = f"values from {least} to {'v' if least else 'k'} = {v}"
-        raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
+    if lengths.numel():
+        low, high = (int(bound) for bound in torch.aminmax(lengths))
+        if low < least or high > v:
+            expected = f"values from {least} to {'v' if least else 'k'} = {v}"
+            raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -222,40 +231,20 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def check_values(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    ends: Tensor | None,
-    names: tuple[str, str, str] = ("x", "bulk", "p0"),
-) -> None:
-    """Check for NaN and +inf up to each sequence's end, in one pass over the data."""
-    for name, value in zip(names, (x, bulk, p0), strict=True):
-        check_has_values(name, value)
-    before = longest = None
-    if ends is not None:
-        before = ends.to(x.device)
-        if bulk.shape[-3] == x.shape[-2] - 1:
-            lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
-            shared = [axis for axis, size in enumerate(lead) if size == 1]
-            longest = (ends.amax(shared, keepdim=True) if shared and ends.numel() else ends).to(bulk.device) - 1
-    _check_values(names[0], x, -2, before)
-    _check_values(names[1], bulk, -3, longest)
-    _check_values(names[2], p0[..., None, :], -2, None)
-
-
-def _check_values(name: str, value: Tensor, axis: int, ends: Tensor | None) -> None:
-    """Check the values at steps (along `axis`) before the `ends`, a piece of `_CHECKED` entries at a time."""
-    nan = infinite = 0
-    size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))
-    for start, piece in enumerate(value.split(size, axis)):
-        if ends is not None:
-            steps = torch.arange(start * size, start * size + piece.shape[axis], device=value.device)
-            inside = (steps < ends[..., None]).view(*ends.shape, len(steps), *(1,) * (-axis - 1))
-            piece = torch.where(inside, piece, 0.0)
-        nan += int(piece.isnan().sum())
-        infinite += int((piece == torch.inf).sum())
-    if nan:
-        raise ValueError(f"{name}: expected no NaN, got {nan}")
-    if infinite:
-        raise ValueError(f"{name}: expected no +inf, got {infinite}")
+def check_values(*operands: Weights) -> None:
+    """Check for NaN and +inf among the entries that are read, `_CHECKED` at a time."""
+    for name, values, _ in operands:
+        check_has_values(name, values)
+    for name, values, read in operands:
+        axis = max(range(values.dim()), key=values.shape.__getitem__)
+        size = max(1, _CHECKED * values.shape[axis] // max(1, values.numel()))
+        read = torch.ones((), dtype=torch.bool, device=values.device) if read is None else read.to(values.device)
+        read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+        nan = infinite = 0
+        for part, inside in zip(values.split(size, axis), read.split(size, axis), strict=True):
+            nan += int((part.isnan() & inside).sum())
+            infinite += int(((part == torch.inf) & inside).sum())
+        if nan:
+            raise ValueError(f"{name}: expected no NaN, got {nan}")
+        if infinite:
+            raise ValueError(f"{name}: expected no +inf, got {infinite}")

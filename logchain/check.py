@@ -1,11 +1,11 @@
 """Checks of the values of a chain's operands."""
 
+import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_values
 from .chain import Chain
-from .kernels.weights import check_weights
-from .operands import Operands
+from .kernels.weights import Weights, check_weights
 from .transitions import Transition
 
 
@@ -23,13 +23,9 @@ def check(
     Other functions check kinds and sizes, and on a CPU for negative weights in `p0`, and in `bulk` if one matrix serves
     all steps. Beyond that, NaN in an operand makes the result of its sequence NaN, and so does a negative sum.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        log_params: `bulk` and `p0` are logarithms (nats), which may be negative.
-        lengths: the number of variables of each sequence; values behind it are not checked.
-        cu_seqlens: the offsets of concatenated sequences; matrices into their first rows are not checked.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
+    `logchain.product`. Values after a sequence's end, and matrices into the first rows of concatenated sequences, are
+    not checked.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -38,20 +34,14 @@ def check(
 
     Cost: four passes over the operands, a few steps at a time, which wait for a GPU.
 
-    >>> import torch
     >>> check(torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, -0.8]]]), torch.ones(2))
     Traceback (most recent call last):
     ...
     ValueError: bulk: expected non-negative weights, got -0.8 at [0, 1, 1]; pass log_params=True for logarithms
     """
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
-    chain.map(_check_batch)
+    v, ends, weights = x.shape[-2], chain.operands.lengths, chain.weights()
+    inside = None if ends is None else torch.arange(v, device=ends.device) < ends[..., None]
+    check_values(Weights("x", x, inside), *weights)
     if not log_params:
-        check_weights(*chain.weights())
-
-
-def _check_batch(operands: Operands) -> None:
-    x, transition, p0, ends, *_ = operands
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
-        axes = parameter.dim() - own
-        check_values(x, parameter.reshape(*parameter.shape[:axes], parameter.shape[axes:].numel(), 1), p0, ends)
+        check_weights(*weights)

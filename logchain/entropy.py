@@ -21,21 +21,12 @@ def entropy(
 
     It equals the log-partition minus the expected log-weight of a path, `log Z - E[log w(z)]`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`.
 
     Returns:
         `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32; 0 where no path
         is possible. It can be differentiated once, in reverse mode.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Arithmetic has the dtype of the result, sums over steps are float64. With its unit u, and D as in `logchain.product`
     (how many nats a state that matters lies below the largest of its step), the error is about `2 v (c + 8 + 2 D) u` at

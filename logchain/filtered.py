@@ -40,23 +40,14 @@ def filtered(
     log-partition is. `logchain.Stream` gives them for a chain that comes in pieces, `logchain.marginals` the posteriors
     given all variables.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; states are `[total, c]`, log-partitions `[n]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[total, c]` and log-partitions `[n]`.
 
     Returns:
         `Filtered(states [*B, v, c], log_norm [*B])` in float64 if an operand is, otherwise in float32. States sum to 1
-        at each variable; they are exactly 0 behind a sequence's end, and from where a sequence is impossible on. Both
-        can be differentiated twice, by a few of torch's operators for each step in float64.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
-        NotImplementedError: for forward derivatives.
+        at each variable; they are exactly 0 past a sequence's end, and from where a sequence is impossible on. Both
+        can be differentiated twice, by a few of torch's operators for each step in float64; forward derivatives raise
+        NotImplementedError.
 
     Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
 

@@ -40,23 +40,14 @@ def forward_backward(
     all up to each variable `logchain.filtered`, or `logchain.Stream` for pieces: they are faster and lose no digits
     where the log-partition is large. Differences of messages do: at 8 million nats float32 numbers lie 0.5 apart.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; messages are `[total, c]`, log-partitions `[n]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, messages are `[total, c]` and log-partitions `[n]`.
 
     Returns:
         `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
-        is and otherwise in float32; exactly -inf where no path is possible, and behind a sequence's end. All can be
+        is and otherwise in float32; exactly -inf where no path is possible, and past a sequence's end. All can be
         differentiated twice, in reverse mode, by a few of torch's operators for each step in float64; entries that are
         -inf have gradient 0.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `2 v c^2` multiply-adds a sequence, an exponential and a logarithm for each entry of a message, in `2 v`
     dependent steps, or `v` where a CPU has a thread for each direction; slower, in numbers with an exponent of any

@@ -30,7 +30,7 @@ def is_intercepted() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() != 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or takes_forward_derivatives()
         or torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
     )
 

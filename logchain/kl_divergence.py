@@ -23,23 +23,14 @@ def kl_divergence(
 
     It equals `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` their sum.
 
-    Args:
-        p: `(x, bulk, p0)` as `logchain.product` takes them: log-potentials `[*B, v, c]` in nats, transition weights
-            `[*B or ones, v-1 or 1, c, c]`, initial weights `[*B or ones, c]`.
-        q: the operands of the other chain, with an `x` of the same shape.
-        log_params: `bulk` and `p0` of both are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences, in both chains, as in `logchain.product`.
+    `p` and `q` are tuples `(x, bulk, p0)` of the operands of `logchain.product`, `x` of both of one shape; options and
+    errors are those of `product`.
 
     Returns:
         `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32. It is +inf where
         `q` forbids what is possible under `p`, however improbable, and 0 where no path is possible under
         `p`. It can be differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the
         gradient is 0.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Arithmetic has the dtype of the chains, sums over steps are float64. The error is about twice that of `entropy`, and
     grows with how far the log-weights of paths differ. A divergence of float64 operands keeps its digits however large

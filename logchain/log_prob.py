@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor
+from .arguments import Lengths, check_device, check_integers
 from .autograd.chain import log_norm
 from .autograd.paths import weight_of
 from .chain import Chain
@@ -26,15 +26,11 @@ def log_prob(
     This is a linear-chain CRF's log-likelihood of a labelling, and the function to differentiate for score-function
     gradients of paths drawn by `logchain.sample`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
-        states: integers `[*S, *B, v]`: one path of each sequence, or several. A path with -1, which stands for no
-            state, is impossible. Entries behind a sequence's end are ignored.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; paths are `[*S, total]`, the result is `[*S, n]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
+    `logchain.product`; with `cu_seqlens`, paths are `[*S, total]` and the result is `[*S, n]`.
+
+    `states`: integers `[*S, *B, v]`, one path of each sequence, or several. A path with -1, no state, is impossible.
+    Entries after a sequence's end are ignored.
 
     Returns:
         `[*S, *B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf, with gradient 0, where
@@ -77,9 +73,7 @@ def _of_batch(operands: Operands, states: Tensor) -> Tensor:
 
 def as_paths(states: Tensor, x: Tensor) -> Tensor:
     """Paths [*S, *B, v] as int64, after checks of their kind and shape."""
-    check_is_tensor("states", states)
     check_integers("states", states)
-    check_dense("states", states)
     check_device("states", states, x)
     shape = x.shape[:-1]
     if states.shape[max(0, states.dim() - len(shape)) :] != shape:

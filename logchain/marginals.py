@@ -38,26 +38,18 @@ def marginals(
 
     These are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`.
-        transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
-            axes along which `bulk` is broadcast (for expectation maximisation); "full" for `[*B, v-1, c, c]`. If `bulk`
-            is a structure, the result is one whose parameters are the expected counts of their uses.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; states are `[total, c]`, transitions those into each row
-            `[total, c, c]`, 0 into first rows ("full", or "sum" if `bulk` has a matrix for each row).
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[total, c]` and transitions those into each row
+    `[total, c, c]`, 0 into first rows ("full", or "sum" if `bulk` has a matrix for each row).
+
+    `transitions`: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
+    axes along which `bulk` is broadcast (for expectation maximization); "full" for `[*B, v-1, c, c]`. If `bulk` is a
+    structure, the result is one whose parameters are the expected counts of their uses.
 
     Returns:
         `Marginals(states [*B, v, c], transitions, log_norm [*B])` in float64 if an operand is, otherwise in float32.
-        State posteriors sum to 1 at each variable; all are exactly 0 behind a sequence's end and for an impossible
+        State posteriors sum to 1 at each variable; all are exactly 0 past a sequence's end and for an impossible
         sequence. All can be differentiated once: gradients are covariances of states and transitions.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length or a choice is out of range. `logchain.check` checks values.
 
     Cost: that of `product` forward and backward, `3 v c^2` multiply-adds a sequence, and `v c^2` more for "sum". Memory
     beyond operands and results: the forward messages `[*B, v, c]`. The gradient of "full" takes about ten times the
@@ -80,11 +72,10 @@ def marginals(
     """
     plain, alone = not differentiated(x, bulk, p0), lengths is None and cu_seqlens is None
     if isinstance(bulk, Tensor) and plain and alone and (transitions is None or transitions == "sum"):
-        short = short_of(x, with_steps(bulk), p0, log_params, wanted=choose.is_sequential)
+        matrices = with_steps(bulk)
+        short = short_of(x, matrices, p0, log_params, wanted=choose.is_sequential)
         if short is not None:
-            log_norm, (states, expected), recomputed = short.posteriors(
-                x, with_steps(bulk), p0, transitions is not None
-            )
+            log_norm, (states, expected), recomputed = short.posteriors(x, matrices, p0, transitions is not None)
             report_chains(recomputed)
             return Marginals(states, None if expected is None else expected.view(bulk.shape), log_norm)
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)

@@ -1,9 +1,8 @@
 """Memory that a function of tensors allocates, forward and backward."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from . import kernels
 from .internals import tree_leaves
 
 __all__ = ["Memory", "MemoryReport", "peak_bytes", "report"]
+
+_Result = TypeVar("_Result")
 
 
 class Memory(NamedTuple):
@@ -69,22 +70,20 @@ def report(fn: Callable[..., object], *args: object) -> MemoryReport:
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     tensors = _tensors(args)
-    on_gpu = [tensor for tensor in tensors if kernels.on_gpu(tensor)]
-    counter: _OnGPU | _OnCPU = _OnGPU(on_gpu[0].device) if on_gpu else _OnCPU(tensors)
-    before = counter.read()
-    with counter.phase():
-        output = fn(*args)
-    forward = counter.read()
+    device = next((tensor.device for tensor in tensors if kernels.on_gpu(tensor)), None)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    live = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    _, before = _phase(lambda: None, device, live)
+    output, forward = _phase(lambda: fn(*args), device, live)
     leaves = [tensor for tensor in tensors if tensor.requires_grad]
     results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     if not leaves or not results:
         return MemoryReport(before, forward, None)
-    with counter.phase():
-        # gradients stay allocated until the bytes are counted
-        gradients = torch.autograd.grad([result.sum() for result in results], leaves, allow_unused=True)
-    backward = counter.read()
-    del output, results, gradients
-    return MemoryReport(before, forward, backward)
+
+    def gradients() -> Sequence[Tensor | None]:
+        return torch.autograd.grad([result.sum() for result in results], leaves, allow_unused=True)
+
+    return MemoryReport(before, forward, _phase(gradients, device, live)[1])
 
 
 def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
@@ -95,47 +94,26 @@ def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
     >>> peak_bytes(lambda: [torch.ones(1000).exp() + 1])
     8000
     """
-    with profiled() as profile:
-        results = call()
-    allocations = _allocations(profile)
+    results, allocations = _profiled(call)
     # addresses are used again once they are free: a result is the last allocation at its address
     last = {event.extra_fields.ptr: i for i, event in enumerate(allocations) if event.extra_fields.alloc_size > 0}
     returned = {last.get(result.untyped_storage().data_ptr()) for result in results}
     return _peak([event for i, event in enumerate(allocations) if i not in returned], {})
 
 
-class _OnGPU:
-    """The bytes of one GPU, by the counters of torch's allocator."""
+def _phase(call: Callable[[], _Result], device: torch.device | None, live: dict[int, int]) -> tuple[_Result, Memory]:
+    """The result of a call, and the bytes of a GPU by torch's counters, or of the CPU by the profiler.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def phase(self) -> AbstractContextManager[object]:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return nullcontext()
-
-    def read(self) -> Memory:
-        torch.cuda.synchronize(self._device)
-        allocated = torch.cuda.memory_allocated(self._device)
-        return Memory(allocated, max(allocated, torch.cuda.max_memory_allocated(self._device)))
-
-
-class _OnCPU:
-    """The bytes of the CPU, by the profiler; tensors allocated before count until they are freed."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        self._live = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        self._profile: Any = None
-
-    @contextmanager
-    def phase(self) -> Iterator[None]:
-        with profiled() as self._profile:
-            yield
-
-    def read(self) -> Memory:
-        peak = _peak(_allocations(self._profile) if self._profile else [], self._live)
-        return Memory(sum(self._live.values()), peak)
+    `live`: the sizes of CPU memory by address, updated.
+    """
+    if device is None:
+        result, allocations = _profiled(call)
+        peak = _peak(allocations, live)
+        return result, Memory(sum(live.values()), peak)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    return result, Memory(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
 
 def _peak(allocations: list[Any], live: dict[int, int]) -> int:
@@ -151,33 +129,23 @@ def _peak(allocations: list[Any], live: dict[int, int]) -> int:
     return peak
 
 
-def _allocations(profile: Any) -> list[Any]:
-    """The profiler's events of CPU memory that was allocated or freed, in order of time."""
-    memory = [event for event in events(profile.kineto_results) if event.name == "[memory]"]
-    return sorted((e for e in memory if e.extra_fields.device.type == "cpu"), key=lambda e: e.start_time_ns)
-
-
-def events(results: Any) -> Iterator[Any]:
-    """All events in the profiler's tree."""
-    stack = list(results.experimental_event_tree())
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        yield event
-
-
-@contextmanager
-def profiled() -> Iterator[Any]:
-    """A context with torch's memory profiler, whose native code is kept from writing to stderr (file descriptor 2)."""
+def _profiled(call: Callable[[], _Result]) -> tuple[_Result, list[Any]]:
+    """The result of a call, and the profiler's events of CPU memory allocated or freed meanwhile, in order of time."""
+    # the profiler's native code writes to stderr, file descriptor 2
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
-            yield profile
+            result = call()
     finally:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)
+    events = list(profile.kineto_results.experimental_event_tree())
+    for event in events:  # of a tree, which becomes a list
+        events.extend(event.children)
+    memory = [event for event in events if event.name == "[memory]" and event.extra_fields.device.type == "cpu"]
+    return result, sorted(memory, key=lambda event: event.start_time_ns)
 
 
 def _tensors(tree: object) -> list[Tensor]:

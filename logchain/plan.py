@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_float_dtype, check_question
+from .arguments import Lengths, check_float_dtype
 from .autograd.chain import check_options as check_structured_options
+from .chain import Chain
 from .kernels import on_gpu
-from .operands import check_operands
 from .schedules import budget, choose
 from .tensors import differentiated, with_steps
 from .transitions import Transition
@@ -75,14 +75,14 @@ def plan(
     assert isinstance(x, Tensor) and not isinstance(bulk, Sequence) and isinstance(p0, Tensor)
     if isinstance(bulk, Transition):
         check_structured_options(strategy, memory_budget, False)
-        check_operands(x, bulk, p0, log_params, lengths)
+    Chain.of(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
+    if isinstance(bulk, Transition):
         saved = f"{bulk.multiply_adds} multiply-adds per step in place of {x.shape[-1] ** 2}"
         # a matrix with the dtype and the gradients of the parameters
         bulk = torch.cat([weights[..., :0].flatten() for weights in bulk.parameters]).sum().expand(1, *2 * x.shape[-1:])
     bulk = with_steps(bulk)
-    ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     gradients = differentiated(x, bulk, p0) if gradients is None else gradients
-    size = choose.Size.of(x, bulk, p0, ends is not None)
+    size = choose.Size.of(x, bulk, p0, lengths is not None)
     peak = size.n * size.item * ((size.v * (size.c + 1) if gradients else 2 * size.c) + size.v)
     if saved:  # an exponent a state, or a message of float64, is as large as a message
         return Plan("sequential", 1, 2 * peak, None, saved)

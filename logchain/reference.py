@@ -1,8 +1,8 @@
 """Definitions of the library's operations in float64: slow and plain.
 
-Arguments are anything that `numpy.asarray` takes, and `bulk` also a structure of `logchain.transitions`, which stands
-for its dense matrices; leading axes broadcast; results are natural logarithms (nats) or
-probabilities in float64. The fast versions are tested against these, and these against sums over all state paths.
+Arguments are anything that `numpy.asarray` takes; `bulk` may be a structure of `logchain.transitions`. Leading axes
+broadcast; results are natural logarithms (nats) or probabilities in float64. The fast versions are tested against
+these, and these against sums over all state paths.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Operands = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 class Messages(NamedTuple):
@@ -91,28 +92,24 @@ def forward_backward(
 ) -> Messages:
     """The forward and backward messages, whose sum is the joint log-weight of a variable's states.
 
-    A forward message includes its variable's potential, a backward message does not. Behind the end both are -inf.
+    A forward message includes its variable's potential, a backward message does not. Past the end both are -inf.
 
     >>> m = forward_backward(np.zeros((2, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5])
     >>> np.exp(m.forward[1]), np.exp(m.backward[0])
     (array([0.5, 0.5]), array([1., 1.]))
     """
     x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
-    v = x.shape[-2]
-    forward, backward = np.full(x.shape, -np.inf), np.full(x.shape, -np.inf)
+    v, forward = x.shape[-2], np.full(x.shape, -np.inf)
     forward[..., 0, :] = log_p0 + x[..., 0, :]
     for i in range(1, v):
-        inside = (ends > i)[..., None]
         step = _logsumexp(forward[..., i - 1, :, None] + log_bulk[..., i - 1, :, :], axis=-2)
-        forward[..., i, :] = np.where(inside, step + np.where(inside, x[..., i, :], 0.0), -np.inf)
-    for i in reversed(range(v)):
-        last = (ends - 1 == i)[..., None]
-        backward[..., i, :] = np.where(last, 0.0, -np.inf)
-        if i + 1 < v:
-            inside = (ends > i + 1)[..., None]
-            ahead = np.where(inside, x[..., i + 1, :], 0.0) + backward[..., i + 1, :]
-            step = _logsumexp(log_bulk[..., i, :, :] + ahead[..., None, :], axis=-1)
-            backward[..., i, :] = np.where(inside, step, backward[..., i, :])
+        forward[..., i, :] = np.where((ends > i)[..., None], step + x[..., i, :], -np.inf)
+    last = np.arange(v) == ends[..., None] - 1
+    backward = np.where(last[..., None], np.zeros_like(x), -np.inf)
+    for i in reversed(range(v - 1)):
+        after = x[..., i + 1, :] + backward[..., i + 1, :]
+        step = _logsumexp(log_bulk[..., i, :, :] + after[..., None, :], axis=-1)
+        backward[..., i, :] = np.where((ends > i + 1)[..., None], step, backward[..., i, :])
     log_norm = _logsumexp(np.take_along_axis(forward, (ends - 1)[..., None, None], axis=-2)[..., 0, :], axis=-1)
     return Messages(forward, backward, log_norm)
 
@@ -129,12 +126,10 @@ def marginals(
            [0.25, 0.75]])
     """
     forward, backward, log_norm = forward_backward(x, bulk, p0, log_params=log_params, lengths=lengths)
-    x, log_bulk, _, ends = _logs(x, bulk, p0, log_params, lengths)
+    x, log_bulk, _, _ = _logs(x, bulk, p0, log_params, lengths)
     norm = np.where(log_norm == -np.inf, 0.0, log_norm)[..., None, None]
-    inside = (np.arange(1, x.shape[-2]) < ends[..., None])[..., None]
-    ahead = np.where(inside, x[..., 1:, :], 0.0) + backward[..., 1:, :]
-    joint = forward[..., :-1, :, None] + log_bulk + ahead[..., None, :] - norm[..., None]
-    transitions = np.where(inside[..., None], np.exp(joint), 0.0)
+    after = x[..., 1:, :] + backward[..., 1:, :]
+    transitions = np.exp(forward[..., :-1, :, None] + log_bulk + after[..., None, :] - norm[..., None])
     return Marginals(np.exp(forward + backward - norm), transitions, log_norm)
 
 
@@ -147,7 +142,7 @@ def log_prob(
     log_params: bool = False,
     lengths: ArrayLike | None = None,
 ) -> Array:
-    """The log posterior probabilities [*S, *B] of paths [*S, *B, v], in which -1 stands for no state.
+    """The log posterior probabilities [*S, *B] of paths [*S, *B, v], in which -1 is no state.
 
     >>> log_prob(np.zeros((2, 2)), [[[1.0, 0.0], [0.0, 1.0]]], [0.25, 0.75], [[1, 1], [0, 1]])
     array([-0.28768207,        -inf])
@@ -182,7 +177,7 @@ def viterbi(
     for i in range(1, x.shape[-2]):
         terms, inside = message[..., :, None] + log_bulk[..., i - 1, :, :], (ends > i)[..., None]
         before[..., i, :] = np.where(inside, terms.argmax(-2), np.arange(c))
-        message = np.where(inside, terms.max(-2) + np.where(inside, x[..., i, :], 0.0), message)
+        message = np.where(inside, terms.max(-2) + x[..., i, :], message)
     state, score = message.argmax(-1), message.max(-1)
     for i in reversed(range(x.shape[-2])):
         states[..., i] = np.where((ends > i) & (score > -np.inf), state, -1)
@@ -231,32 +226,32 @@ def entropy(
     >>> float(entropy(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [1.0, 0.0]).round(4))
     1.3863
     """
-    x = _lowered(x)
-    posterior = marginals(x, bulk, p0, log_params=log_params, lengths=lengths)
-    mean = _mean_log_weight(posterior, *_logs(x, bulk, p0, log_params, lengths))
-    return np.where(posterior.log_norm == -np.inf, 0.0, posterior.log_norm - mean)
+    chain = x, bulk, p0
+    return 0.0 - _mean_log_prob(chain, chain, log_params, lengths)
 
 
-def kl_divergence(
-    p: tuple[ArrayLike, ArrayLike, ArrayLike],
-    q: tuple[ArrayLike, ArrayLike, ArrayLike],
-    *,
-    log_params: bool = False,
-    lengths: ArrayLike | None = None,
-) -> Array:
+def kl_divergence(p: Operands, q: Operands, *, log_params: bool = False, lengths: ArrayLike | None = None) -> Array:
     """The divergence `sum p log(p / q)` of the posteriors over state paths; +inf if `q` forbids a path that `p` allows.
 
     >>> x, bulk = np.zeros((3, 2)), np.full((1, 2, 2), 0.5)
     >>> float(kl_divergence((x, bulk, [0.5, 0.5]), (x, bulk, [0.75, 0.25])).round(4))
     0.1438
     """
-    p, q = (_lowered(p[0]), *p[1:]), (_lowered(q[0]), *q[1:])
-    posterior = marginals(*p, log_params=log_params, lengths=lengths)
-    means = [_mean_log_weight(posterior, *_logs(*chain, log_params, lengths)) for chain in (p, q)]
-    other = product(*q, log_params=log_params, lengths=lengths)
-    with np.errstate(invalid="ignore"):
-        divergence = means[0] - posterior.log_norm - np.where(means[1] == -np.inf, -np.inf, means[1] - other)
-    return np.where(posterior.log_norm == -np.inf, 0.0, divergence)
+    p_under_p, p_under_q = (_mean_log_prob(p, chain, log_params, lengths) for chain in (p, q))
+    return p_under_p - p_under_q
+
+
+def _mean_log_prob(p: Operands, q: Operands, log_params: bool, lengths: ArrayLike | None) -> Array:
+    """The expected log-probability in q of a path of p; 0 where none is possible in p, -inf where q forbids one."""
+    p, q = ((_lowered(chain[0]), *chain[1:]) for chain in (p, q))
+    states, transitions, log_norm = marginals(*p, log_params=log_params, lengths=lengths)
+    x, log_bulk, log_p0, ends = _logs(*q, log_params, lengths)
+    mean, norm = np.zeros(ends.shape), product(*q, log_params=log_params, lengths=lengths)
+    for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
+        terms = np.where(shares > 0, shares, 0.0) * np.where(shares > 0, weight, 0.0)
+        mean += terms.sum(tuple(range(ends.ndim, terms.ndim)))
+    possible = mean - np.where(mean == -np.inf, 0.0, norm)
+    return np.where(log_norm == -np.inf, 0.0, possible)
 
 
 def _lowered(x: ArrayLike) -> Array:
@@ -267,21 +262,10 @@ def _lowered(x: ArrayLike) -> Array:
     return lowered
 
 
-def _mean_log_weight(posterior: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
-    """The expected log-weight of a path in one chain, under posterior marginals that may be those of another."""
-    mean = np.zeros(ends.shape)
-    states, transitions, _ = posterior
-    for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
-        possible = shares > 0
-        terms = np.where(possible, shares, 0.0) * np.where(possible, weight, 0.0)
-        mean += terms.sum(tuple(range(ends.ndim, terms.ndim)))
-    return mean
-
-
 def _logs(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, log_params: bool, lengths: ArrayLike | None
 ) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    """The operands as float64 logarithms, `x` with the full batch shape, and the lengths in that shape."""
+    """The operands as float64 logarithms, 0 past a sequence's end, and the lengths in the shape of the batch."""
     bulk = _dense(bulk, log_params)
     x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
     if not log_params:
@@ -291,6 +275,9 @@ def _logs(
     bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, c, c))
     ends = np.full(batch, v) if lengths is None else np.asarray(lengths)
     ends = np.broadcast_to(ends.reshape(ends.shape + (1,) * (len(batch) - ends.ndim)), batch)
+    if lengths is not None:
+        inside = (np.arange(v) < ends[..., None])[..., None]
+        x, bulk = np.where(inside, x, 0.0), np.where(inside[..., 1:, :, None], bulk, 0.0)
     return x, bulk, p0, ends
 
 

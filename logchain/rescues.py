@@ -20,12 +20,6 @@ class Rescues:
     outputs: int = 0
     boundaries: int = 0
 
-    def add(self, other: "Rescues") -> None:
-        """Add the counts of another block."""
-        self.sequences += other.sequences
-        self.outputs += other.outputs
-        self.boundaries += other.boundaries
-
 
 _open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
 
@@ -48,29 +42,27 @@ def rescues() -> Iterator[Rescues]:
         yield seen
     finally:
         _open.reset(token)
-        report(seen)
-
-
-def report(counts: Rescues) -> None:
-    """Add counts to those of the innermost open block, if there is one."""
-    counter = _open.get()
-    if counter is not None:
-        counter.add(counts)
+        for name, count in vars(seen).items():
+            _add(name, count)
 
 
 def report_chains(recomputed: int | Tensor) -> None:
-    """Count sequences, given as a number or a bool mask; read only if a block is open."""
-    if _open.get() is not None:
-        report(Rescues(sequences=int(recomputed.sum() if isinstance(recomputed, Tensor) else recomputed)))
+    """Count sequences, passed as a number or a bool mask."""
+    _add("sequences", recomputed)
 
 
 def report_outputs(recomputed: int | Tensor) -> None:
-    """Count outputs of matrix products; the number is read only if a block is open."""
-    if _open.get() is not None:
-        report(Rescues(outputs=int(recomputed)))
+    """Count outputs of matrix products."""
+    _add("outputs", recomputed)
 
 
 def report_boundaries(refused: Tensor) -> None:
-    """Count boundaries between segments in a bool mask; read only if a block is open."""
-    if _open.get() is not None:
-        report(Rescues(boundaries=int(refused.sum())))
+    """Count boundaries between segments in a bool mask."""
+    _add("boundaries", refused)
+
+
+def _add(name: str, count: int | Tensor) -> None:
+    """Add to a count of the innermost open block; a tensor is read only if there is one."""
+    seen = _open.get()
+    if seen is not None:
+        setattr(seen, name, getattr(seen, name) + int(count.sum() if isinstance(count, Tensor) else count))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .arguments import Lengths
+from .arguments import Lengths, check_integer
 from .autograd.draws import drawn_paths
 from .chain import Chain
 from .transitions import Transition
@@ -27,19 +27,15 @@ def sample(
     The forward messages `a_i` are computed once; then `z_{v-1} ~ a_{v-1}` and, backwards, `z_{i-1} ~ a_{i-1}(k) P_i(k,
     z_i)`. Draws are exact and independent: this is no Markov chain Monte Carlo.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
-        num_samples: the number of paths of each sequence.
-        generator: the source of randomness, on the operands' device; by default torch's own. Equal states of the
-            generator give equal paths for equal arguments on one machine. `torch.vmap` needs `randomness="different"`.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; paths are `[num_samples, total]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
+    `logchain.product`; with `cu_seqlens`, paths are `[num_samples, total]`.
+
+    `num_samples`: the number of paths of each sequence. `generator`: the source of randomness, on the operands' device;
+    by default that of torch. Equal states of the generator give equal paths for equal arguments on one machine.
+    `torch.vmap` needs `randomness="different"`.
 
     Returns:
-        int64 `[num_samples, *B, v]`. Every path has positive weight. -1 stands for no state: behind a sequence's end,
+        int64 `[num_samples, *B, v]`. Every path has positive weight. -1 is no state: past a sequence's end,
         and everywhere in a sequence that is impossible or holds NaN. There is no gradient; for gradients of
         expectations, differentiate `logchain.log_prob` of the paths (score-function estimator).
 
@@ -73,10 +69,7 @@ def sample(
 
 def check_draws(num_samples: object, generator: object, x: Tensor) -> None:
     """Check the arguments of draws."""
-    if not isinstance(num_samples, int) or isinstance(num_samples, bool):
-        raise TypeError(f"num_samples: expected an int, got {type(num_samples).__name__}")
-    if num_samples < 0:
-        raise ValueError(f"num_samples: expected 0 or more, got {num_samples}")
+    check_integer("num_samples", num_samples, 0)
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):

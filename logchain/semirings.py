@@ -29,23 +29,13 @@ def total(
 ) -> Tensor:
     r"""The semiring sum over paths z of log-weights `log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`, or a structure of them.
-        p0: initial weights `[*B or ones, c]`.
-        semiring: `MAX` for the weight of the best path (that of `logchain.viterbi`), `LOG` for the log-partition (that
-            of `logchain.product`), or one of your own.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`. `semiring`: `MAX` for the weight of the best path (that of `logchain.viterbi`),
+    `LOG` for the log-partition (that of `logchain.product`), or your semiring.
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32; exactly -inf where every path is
         impossible. Gradients are those that torch's autograd takes through the semiring's sum.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range.
 
     Cost: `v c^2` terms a sequence in `v` dependent steps, all of which are kept if gradients are needed; for `LOG` and
     `MAX` that of `logchain.product` and `logchain.viterbi`.

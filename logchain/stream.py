@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_lengths, check_tensor
+from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_integer, check_lengths, check_tensor
 from .autograd.scan import Message
 from .kernels.numbers import probabilities
 from .rescues import report_chains
@@ -100,10 +100,7 @@ class Stream:
         check_tensor("p0", p0, 1)
         if p0.shape[-1] < 1:
             raise ValueError(f"p0: expected at least one state [..., c], got {list(p0.shape)}")
-        if isinstance(lag, bool) or not isinstance(lag, int):
-            raise TypeError(f"lag: expected an integer, got {lag!r}")
-        if lag < 0:
-            raise ValueError(f"lag: expected 0 or more, got {lag}")
+        check_integer("lag", lag, 0)
         check_float_dtype("dtype", dtype)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
@@ -162,7 +159,7 @@ class Stream:
         double = state.double or torch.float64 in (x_piece.dtype, self._p0.dtype, transition.dtype)
         state = (state.detached() if self._detach else state)._replace(double=double)
         dtype = self._result_dtype(state) if self._filtered else None
-        message, (posteriors, messages) = filtered(piece, state.message, dtype, self._lag > 0)
+        message, posteriors, messages = filtered(piece, state.message, dtype, self._lag > 0)
         state, ready, states = state.after(piece, message, ends), None, None
         if self._lag and messages is not None:
             ready, window = passed(state.window, piece.logs, messages, self._lag)
@@ -193,9 +190,9 @@ class Stream:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         stretch, log_norm = plain[0], torch.empty_like(plain[1])
-        after, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
+        leaving, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
         report_chains(recomputed)
-        self._state = state._replace(message=Message(*after))
+        self._state = state._replace(message=Message(*leaving))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:

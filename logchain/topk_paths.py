@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import Lengths
+from .arguments import Lengths, check_integer
 from .autograd.topk import ranked_paths
 from .chain import Chain
 from .transitions import Transition
@@ -30,17 +30,13 @@ def topk_paths(
 ) -> Paths:
     r"""The `k` paths z of the largest weights `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
-        k: the number of paths, at least 1.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; states are `[k, total]`, scores `[n, k]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[k, total]` and scores `[n, k]`.
+
+    `k`: the number of paths, at least 1.
 
     Returns:
-        `Paths(states, scores)`: different paths int64 `[*B, k, v]`, -1 behind a sequence's end, and their weights
+        `Paths(states, scores)`: different paths int64 `[*B, k, v]`, -1 past a sequence's end, and their weights
         `[*B, k]` in falling order. Each score is the weight of exactly its states, summed in float64: float64 if an
         operand is, otherwise float32. Where fewer than `k` paths are possible, the others have score -inf and states
         -1. A sequence that holds NaN before its end has scores NaN and states -1. The order of paths of equal weight,
@@ -51,10 +47,6 @@ def topk_paths(
 
     Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0.
     The order of weights that differ by less than the error bound of `viterbi`'s score may be wrong.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or `k` or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2 k` additions and a selection of the k largest of c k for each state and step, in `v` dependent steps.
     Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, if all steps share one matrix, only those of one
@@ -72,14 +64,7 @@ def topk_paths(
             [1, 1, 0]]), scores=tensor([-0.1394, -0.9039, -1.5257]))
     """
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens).in_place(one_matrix=True)
-    _check_k(k)
+    check_integer("k", k, 1)
     ranked, scores_of = zip(*chain.map(partial(ranked_paths, k=k)), strict=True)
     states, scores = chain.by_variable(ranked, 1), chain.by_sequence(scores_of)
     return Paths(states if chain.packed else states.movedim(0, -2), scores.to(chain.dtype))
-
-
-def _check_k(k: object) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: expected an integer, got {k!r}")
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}")

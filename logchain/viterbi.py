@@ -28,16 +28,11 @@ def viterbi(
 ) -> Path:
     r"""The best path `argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and its log-weight.
 
-    Args:
-        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
-        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
-        log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: the number of variables of each sequence.
-        cu_seqlens: the offsets of concatenated sequences; states are `[total]`, scores `[n]`.
+    `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
+    are those of `logchain.product`; with `cu_seqlens`, states are `[total]` and scores `[n]`.
 
     Returns:
-        `Path(states, score)`. `states` `[*B, v]` int64, -1 behind a sequence's end. Among paths whose computed weights
+        `Path(states, score)`. `states` `[*B, v]` int64, -1 past a sequence's end. Among paths whose computed weights
         are equal the lowest last state is taken, then the lowest state before it, and so on. `score` `[*B]` is the
         log-weight of exactly these states, summed in float64: float64 if an operand is, otherwise float32. Where every
         path is impossible the score is exactly -inf and all states are -1; where a sequence holds NaN before its end,
@@ -49,10 +44,6 @@ def viterbi(
     Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0.
     The score is within `ulp + v (c + 8 + 2 D) u` of the largest, as the result of `product` is, for a path that runs D
     nats below a message's maximum.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. One long
     sequence is cut into segments for all threads of a CPU, with the same result to the last bit. Memory: the messages

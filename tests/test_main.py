@@ -60,6 +60,7 @@ def assert_refused(capsys, argv, words):
     ("content", "words"),
     [
         ({"x": np.ones(3)}, "bulk, p0: missing"),
+        (arrays(length=np.array([2, 4])), "length: expected only x, bulk, p0 and lengths"),
         (arrays(p0=np.ones((1, 5), np.float32)), "p0"),
         (arrays(bulk=np.array(["a", "b"])), "bulk: expected real numbers"),
         (arrays(x=np.ones((2, 4, 3), np.longdouble)), "x: expected real numbers"),
@@ -107,10 +108,10 @@ def test_the_demonstration_keeps_what_it_promises(capsys):
     text = capsys.readouterr().out
     names = "log-partition, nats", "gradient by x", "bulk * gradient", "p0 * gradient"
     for name in names:
-        error, promised = re.search(rf"^  {re.escape(name)} .*?(\S+)  +(\S+e[+-]\d+)$", text, re.MULTILINE).groups()
+        error, promised = re.search(rf"^{re.escape(name)} .*?(\S+)  +(\S+e[+-]\d+)$", text, re.MULTILINE).groups()
         assert float(error) <= float(promised)
-    for row in "logchain", "8 matrix products alone", "24 matrix products alone", "torch.logsumexp, about", "scipy in":
-        assert re.search(rf"^    {re.escape(row)} ", text, re.MULTILINE), row
+    for row in "logchain", "8, 24 matrix products", "torch.logsumexp, about":
+        assert re.search(rf"^{re.escape(row)} .* ms .* MB$", text, re.MULTILINE), row
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -118,22 +119,6 @@ def test_the_scan_of_the_demonstration_computes_the_product():
     chain = demo.dense_chain(3, 6, 4)
     scan = demo.logsumexp_scan(*chain).double().numpy()
     np.testing.assert_allclose(scan, reference.product(*chain), rtol=1e-5)
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_progress_is_shown_on_a_terminal_alone(installed, monkeypatch, capsys):
-    if installed:
-        pytest.importorskip("tqdm")
-    else:
-        monkeypatch.setattr(demo, "find_spec", lambda name: None)
-    demo.demonstrate(2, 3, 2)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert main(["--size", "2,3,2"]) == 0
-    shown = capsys.readouterr()
-    assert (
-        "4/4" if installed else "computing by torch.logsumexp (3 of 4)"
-    ) in shown.err and "computing" not in shown.out
 
 
 def test_the_module_exits_with_the_code_of_main(tmp_path):

@@ -1,4 +1,4 @@
-"""The chain of a weighted acceptor: a graph whose arcs carry labels and weights, walked in step with frames."""
+"""The chain of a weighted acceptor: a graph whose arcs carry labels and weights, one arc for each frame."""
 
 import math
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_integers, check_is_tensor, check_lengths, check_tensor
+from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_lengths, check_tensor
 from ..kernels import on_gpu
 from ..transitions import LOG, Sparse
 from .chain_arguments import ChainArguments
@@ -99,7 +99,7 @@ def from_arcs(
         indices, values = indices.new_zeros(2, 1), scores.new_full((1,), -math.inf)
     starts = source == start
     p0 = scores.new_full((c,), -math.inf).index_put((pair[starts],), scores[starts])
-    # frames of all sequences one behind the other
+    # frames of all sequences, concatenated
     device = log_probs.device
     x = log_probs.reshape(-1, classes).index_select(1, label.to(device))
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -122,7 +122,7 @@ def openfst_arcs(text: str) -> Acceptor:
             numbers. The first line begins with the first state; what is not said costs 0.
 
     Returns:
-        The arguments of `from_arcs` behind its first, of torch's default dtype.
+        The arguments of `from_arcs` after its first, of torch's default dtype.
 
     Raises:
         ValueError: a line is another, or an arc's label is 0: epsilon, which takes no frame. Remove these before by
@@ -139,13 +139,12 @@ def openfst_arcs(text: str) -> Acceptor:
     lines = [line.split() for line in text.splitlines() if line.strip()]
     rows, costs, ends = [], [], {}
     for fields in lines:
+        size = 3 if len(fields) > 2 else 1
         try:
-            numbers = [int(field) for field in fields[: 3 if len(fields) > 2 else 1]]
-            cost = float(fields[-1]) if len(fields) in (2, 4) else 0.0
-            wrong = len(fields) > 4 or min(numbers) < 0
+            numbers, cost = [int(field) for field in fields[:size]], sum(map(float, fields[size:]), 0.0)
         except ValueError:
-            wrong = True
-        if wrong:
+            numbers = [-1]
+        if len(fields) > size + 1 or min(numbers) < 0:
             expected = "lines `source destination label [cost]` or `state [cost]`"
             raise ValueError(f"text: expected {expected}, got {' '.join(fields)!r}")
         if len(numbers) == 1:
@@ -167,15 +166,13 @@ def _checked(
     arcs: Tensor, scores: Tensor, final: Tensor | None, start: int, classes: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Arcs as int64 on the device of scores, scores and final log-weights, of kinds and sizes that go together."""
-    check_is_tensor("arcs", arcs)
     check_integers("arcs", arcs)
     check_tensor("scores", scores, 1)
     if arcs.dim() != 2 or arcs.shape[1] != 3 or not len(arcs):
         raise ValueError(f"arcs: expected [arcs, 3], at least one, got {list(arcs.shape)}")
     if scores.shape != arcs.shape[:1]:
         raise ValueError(f"scores: expected [{len(arcs)}] to go with arcs, got {list(scores.shape)}")
-    if isinstance(start, bool) or not isinstance(start, int):
-        raise TypeError(f"start: expected an integer, got {start!r}")
+    check_integer("start", start)
     least = -1 if final is None else 0
     wrong = (arcs[:, 2] < least) | (arcs[:, 2] >= classes) | (arcs[:, :2] < 0).any(1)
     if wrong.any():

@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_integers, check_is_tensor, check_tensor, tensor_of
-from ..autograd.operator import apply
+from ..arguments import check_integer, check_integers, check_tensor, tensor_of
 from ..kernels import on_gpu
 from ..transitions import Banded
 from .chain_arguments import ChainArguments
@@ -27,7 +25,7 @@ def from_ctc(
 
     Args:
         log_probs: log-probabilities of the C classes `[T, N, C]` or `[T, C]`, in nats; they need not sum to 1.
-        targets: labels, integers `[N, S]` with anything behind a target's end, or all one behind the other
+        targets: labels, integers `[N, S]` with anything past a target's end, or all concatenated
             `[sum(target_lengths)]`; `[S]` for `[T, C]`.
         input_lengths: the number of frames of each sequence `[N]`, from 1 to T; for `[T, C]` one number.
         target_lengths: the number of labels of each sequence `[N]`, from 0 to S; for `[T, C]` one number.
@@ -38,7 +36,7 @@ def from_ctc(
         the last frame in states where no target ends, and the lengths; for `[T, C]` all without the first axis.
         `-product` equals `ctc_loss(..., reduction="none")`, and is exactly inf, with gradient 0, where a target does
         not fit into its frames. Gradients are those of `log_probs` themselves: minus the posterior of each class at
-        each frame. (torch's are those of logits, correct only behind `log_softmax`, where both agree.)
+        each frame. (torch's are those of logits, correct only after `log_softmax`, where both agree.)
 
         `viterbi`, `sample` and `topk_paths` give alignments, whose labels are `ctc_labels`.
 
@@ -66,15 +64,14 @@ def from_ctc(
         raise ValueError(f"log_probs: expected [T, N, C] or [T, C], no size of them 0, got {list(log_probs.shape)}")
     frames, *batch, classes = log_probs.shape
     n = math.prod(batch)
-    if isinstance(blank, bool) or not isinstance(blank, int):
-        raise TypeError(f"blank: expected an integer, got {blank!r}")
+    check_integer("blank", blank)
     if not 0 <= blank < classes:
         raise ValueError(f"blank: expected a class from 0 to C - 1 = {classes - 1}, got {blank}")
     lengths = _counts("input_lengths", input_lengths, 1, frames)
     labels, counts = _padded(targets, target_lengths, blank)
-    for name, found in (("input_lengths", lengths), ("target_lengths", counts)):
-        if len(found) != n:
-            raise ValueError(f"{name}: expected {n} to go with log_probs {list(log_probs.shape)}, got {len(found)}")
+    for name, numbers in (("input_lengths", lengths), ("target_lengths", counts)):
+        if len(numbers) != n:
+            raise ValueError(f"{name}: expected {n} to go with log_probs {list(log_probs.shape)}, got {len(numbers)}")
     if not on_gpu(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         low, high = int(labels.min()), int(labels.max())
         raise ValueError(f"targets: expected labels from 0 to C - 1 = {classes - 1}, got {low} to {high}")
@@ -85,8 +82,12 @@ def from_ctc(
     values = (state <= end).to(dtype)[:, None, None].repeat(1, 1, 3, 1)  # (N, 1, bands, 2 S + 1)
     values[:, 0, 2] = 0.0
     values[:, 0, 2, 3::2] = (labels[:, 1:] != labels[:, :-1]) & (state[3::2] <= end)
-    last = torch.zeros_like(end, dtype=log_probs.dtype).masked_fill((state != end) & (state != end - 1), -math.inf)
-    x = apply(_Potentials, log_probs.reshape(frames, n, classes), labels, blank, lengths - 1, last)
+    last = torch.zeros_like(end, dtype=dtype).masked_fill((state != end) & (state != end - 1), -math.inf)
+    rows = torch.arange(n, device=log_probs.device)
+    index = _classes(labels, blank).expand(frames, -1, -1)
+    # in float32 at least, in which gradients of blanks are summed over states
+    x = log_probs.to(dtype).reshape(frames, n, classes).gather(2, index)
+    x = x.index_put_((lengths - 1, rows), last, accumulate=True).transpose(0, 1)
     p0 = (state < 2).to(dtype)
     if not batch:
         return ChainArguments(x[0], Banded(values[0], (0, 1, 2)), p0, lengths=lengths[0])
@@ -115,7 +116,6 @@ def ctc_labels(states: Tensor, targets: Tensor, target_lengths: Counts, blank: i
     >>> ctc_labels(torch.tensor([[0, 1, 2, 3, -1]]), torch.tensor([[7, 8]]), [2])
     tensor([[ 0,  7,  0,  8, -1]])
     """
-    check_is_tensor("states", states)
     check_integers("states", states)
     labels, _ = _padded(targets, target_lengths, blank)
     classes = _classes(labels.to(states.device), blank)  # (N, 2 S + 1)
@@ -126,38 +126,6 @@ def ctc_labels(states: Tensor, targets: Tensor, target_lengths: Counts, blank: i
     return torch.where(states < 0, -1, found.view(states.shape))
 
 
-class _Potentials(torch.autograd.Function):
-    """log_probs (T, N, C), labels (N, S), blank, last frames (N), additions there (N, 2 S + 1) -> x [N, T, 2 S + 1].
-
-    Half of the states are blanks: their gradients are summed before they are added to those of classes.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(log_probs: Tensor, labels: Tensor, blank: int, last: Tensor, additions: Tensor) -> Tensor:
-        frames, n, classes = log_probs.shape
-        row = torch.arange(n, device=log_probs.device)
-        index = _classes(labels, blank) + classes * row[:, None]
-        x = log_probs.reshape(frames, -1).index_select(1, index.flatten()).view(frames, n, -1)
-        x[last, row] += additions
-        return x.transpose(0, 1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        log_probs, labels, ctx.blank, *_ = inputs
-        ctx.classes = log_probs.shape[-1]
-        ctx.save_for_backward(labels)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (labels,), (n, frames, _) = ctx.saved_tensors, grad.shape
-        grads = grad.new_zeros(n, frames, ctx.classes)
-        grads.scatter_add_(2, labels[:, None].expand(-1, frames, -1), grad[..., 1::2])
-        grads[..., ctx.blank] += grad[..., 0::2].sum(-1)
-        return grads.transpose(0, 1), None, None, None, None
-
-
 def _classes(labels: Tensor, blank: int) -> Tensor:
     """The classes of states (N, 2 S + 1): blank, first label, blank, ..., blank."""
     classes = labels.new_full((len(labels), 2 * labels.shape[1] + 1), blank)
@@ -166,8 +134,7 @@ def _classes(labels: Tensor, blank: int) -> Tensor:
 
 
 def _padded(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[Tensor, Tensor]:
-    """Labels int64 (N, S), S at least 1, blank behind a target's end; and the numbers of labels int64 (N)."""
-    check_is_tensor("targets", targets)
+    """Labels int64 (N, S), S at least 1, blank past a target's end; and the numbers of labels int64 (N)."""
     check_integers("targets", targets)
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets: expected [N, S] or [sum(target_lengths)], got {list(targets.shape)}")

@@ -1,17 +1,17 @@
 """The k best paths of a batch of chains.
 
-Of structures they are found one after the other, by deviations from those already found. With the messages m of best
-paths, the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) +
-log P_i(k, z_i) + the weight of these states. The paths that are not found yet and share the states of a found one from
-some step i on, but not the one before, are a set for each i: the best of each set is a candidate, and the best
-candidate is the next path. A set loses the states before step i that have been taken.
+Of structures they are searched one after another, by deviations from earlier ones. With the messages m of best paths,
+the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) + log P_i(k, z_i) +
+the weight of these states. The paths that share the states of an earlier one from some step i on, but not the state
+before it, are a set for each i: the best of each set is a candidate, and the best candidate is the next path. A set
+excludes the states before step i that have been taken.
 
 Source: E. L. Lawler, "A procedure for computing the K best solutions to discrete optimization problems", Management
 Science 18 (1972), for the partition into sets.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,26 +37,20 @@ def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths int64 [*B, k, v], and whether a sequence is unknown [*B]: its weight is NaN or +inf.
 
-    States are -1 behind a sequence's end, in paths that do not exist, and in unknown sequences.
+    States are -1 past a sequence's end, in paths that do not exist, and in unknown sequences.
     """
     steps = operands.detached().steps()
     search = _Search(steps)
-    last = search.final
-    path = search.path(search.ends, torch.zeros_like(search.ends), last.argmax(-1))
-    weight = last.amax(-1)
-    taken = torch.zeros_like(last, dtype=torch.bool).scatter_(-1, search.before(path, search.ends)[..., None], True)
-    search.add(path, search.ends, taken)
-    ranked = [(weight, path), *(search.next() for _ in range(1, k))]
-    weights, paths = (torch.stack(each, 2) for each in zip(*ranked, strict=True))
-    return possible(steps, paths, weights), steps.layout.batched(weight.isnan() | (weight == math.inf))
+    weights, paths = (torch.stack(each, 2) for each in zip(*(search.next() for _ in range(k)), strict=True))
+    best = weights[..., 0]
+    return possible(steps, paths, weights), steps.layout.batched(best.isnan() | (best == math.inf))
 
 
-@dataclass
-class _Set:
-    """Candidates of a found path (g, m, v): for each i from 1, at i - 1, the weight and the state before step i.
+class _Sets(NamedTuple):
+    """The candidates of each earlier path (g, m, path, v): at i - 1 their weight, and their state before step i.
 
-    `path` (g, m, v); `shared` (g, m), the step from which on it shares the states of another; `taken` (g, m, c), the
-    states before that step that earlier paths with these states have taken.
+    They share the states of `path` from a step on that is `shared` (g, m, path, 1) at most. Before that step, `taken`
+    states (g, m, path, c) are those of other paths with the same states from there on.
     """
 
     path: Tensor
@@ -67,86 +61,70 @@ class _Set:
 
 
 class _Search:
-    """The messages of best paths, with what has been found.
-
-    `ends` (g, m) are the steps of each sequence; `final` (g, m, c) the weights of the best paths by their last states.
-    """
+    """The messages of best paths (g, m, v, c), and the sets of paths that have not been returned yet."""
 
     def __init__(self, steps: Steps) -> None:
-        self.steps, self._sets = steps, list[_Set]()
-        walked, self._pointers = best_walk(steps)
-        self._messages = torch.stack([message.logs for message in walked])
-        self.final = self._messages[-1]
-        device = self.final.device
-        self.ends = torch.full(steps.shape[:2], steps.v, device=device) if steps.ends is None else steps.ends[..., 0]
-        self._positions = torch.arange(steps.v, device=device)
-
-    def before(self, path: Tensor, step: Tensor) -> Tensor:
-        """The state of a path (g, m, v) before a step (g, m)."""
-        return path.gather(-1, (step - 1)[..., None])[..., 0]
-
-    def path(self, shared: Tensor, path: Tensor, state: Tensor) -> Tensor:
-        """The best path (g, m, v) with `state` (g, m) before step `shared`, from where on it is another one."""
-        steps, found = self.steps, []
-        after = path[..., -1] if path.dim() > 2 else state
-        for step in reversed(range(steps.v)):
-            if step + 1 < steps.v:
-                traced = self._pointers[step].gather(-1, after[..., None])[..., 0].long()
-            else:
-                traced = state
-            after = torch.where(shared == step + 1, state, traced)
-            if path.dim() > 2:
-                after = torch.where(shared <= step, path[..., step], after)
-            found.append(after)
-        return torch.stack(found[::-1], -1)
-
-    def add(self, path: Tensor, shared: Tensor, taken: Tensor) -> None:
-        """Add the candidates that deviate from a path before `shared` or a step ahead of it."""
-        weights = self._messages.movedim(0, -2) + self._into(path)  # (g, m, v, c)
-        at = torch.arange(1, self.steps.v + 1, device=path.device)  # the step that each position leads into
-        own = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, path[..., None], True)
-        last = (at == shared[..., None])[..., None]
-        weights = weights.masked_fill(torch.where(last, taken[..., None, :], own), -math.inf)
-        weights = weights.masked_fill((at > shared[..., None])[..., None], -math.inf)
-        self._sets.append(_Set(path, shared, taken, *weights.max(-1)))
+        self.steps = steps
+        best, self._pointers = best_walk(steps)
+        self._messages = torch.stack([message.logs for message in best], -2)
+        final = self._messages[..., -1, :]
+        ends = self._ends = (
+            steps.ends if steps.ends is not None else final.new_full((*final.shape[:2], 1), steps.v).long()
+        )
+        self._into = torch.arange(1, steps.v + 1, device=final.device)  # the step that each position leads into
+        # at first all paths are one set, of those that deviate from nothing at their end
+        weight, state = final.max(-1, keepdim=True)
+        weight = torch.where(self._into == ends, weight, -math.inf)
+        path = torch.zeros_like(weight, dtype=torch.int64)
+        first = path, ends, torch.zeros_like(final, dtype=torch.bool), weight, state.expand_as(path)
+        self._sets = _Sets(*(each[:, :, None] for each in first))
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The weight (g, m) of the best candidate, -inf if there is none, and its path (g, m, v)."""
-        weights = torch.stack([one.weight for one in self._sets], -2)  # (g, m, found, v)
-        weight, place = weights.flatten(-2).max(-1)
-        number, shared = place // self.steps.v, place % self.steps.v + 1
-        parts = []
-        for name in ("path", "state", "taken", "shared"):
-            every = torch.stack([getattr(one, name) for one in self._sets])
-            index = number.view(1, *number.shape, *(1,) * (every.dim() - 3)).expand(1, *every.shape[1:])
-            parts.append(every.gather(0, index)[0])
-        path, states, taken, shared_before = parts
-        state = self.before(states, shared)
-        own = torch.zeros_like(taken).scatter_(-1, self.before(path, shared)[..., None], True)
-        taken = torch.where((shared == shared_before)[..., None], taken, own).scatter(-1, state[..., None], True)
-        for rank, one in enumerate(self._sets):
-            chosen = (number == rank)[..., None] & (self._positions + 1 == shared[..., None])
-            one.weight = one.weight.masked_fill(chosen, -math.inf)
-        path = self.path(shared, path, state)
-        self.add(path, shared, taken)
-        # where there was no candidate left, there is none that deviates from it
-        self._sets[-1].weight.masked_fill_((weight == -math.inf)[..., None], -math.inf)
-        return weight, path
+        weight, place = self._sets.weight.flatten(2).max(-1, keepdim=True)
+        rank, position = place[..., None] // self.steps.v, place % self.steps.v
+        path, before, taken, _, states = (each.take_along_dim(rank, 2)[:, :, 0] for each in self._sets)
+        shared, state = position + 1, states.gather(-1, position)
+        visited = torch.zeros_like(taken).scatter_(-1, path.gather(-1, position), True)
+        taken = torch.where(shared == before, taken, visited).scatter(-1, state, True)
+        path = self._best(path, shared, state)
+        best, states = self._deviations(path, shared, taken)
+        best = best.masked_fill(weight == -math.inf, -math.inf)  # no path deviates from one that does not exist
+        rest = self._sets.weight.flatten(2).scatter(-1, place, -math.inf).view_as(self._sets.weight)
+        pairs = zip(self._sets._replace(weight=rest), (path, shared, taken, best, states), strict=True)
+        self._sets = _Sets(*(torch.cat([old, new[:, :, None]], 2) for old, new in pairs))
+        return weight[..., 0], path
 
-    def _into(self, path: Tensor) -> Tensor:
-        """The weights (g, m, v, c) of a path's states from each step on, and of the transitions into them.
+    def _best(self, path: Tensor, shared: Tensor, state: Tensor) -> Tensor:
+        """The best path (g, m, v) with `state` (g, m, 1) before step `shared`, from which on it is `path`."""
+        states, after = [], state
+        for step in reversed(range(self.steps.v)):
+            if step + 1 < self.steps.v:
+                after = self._pointers[step].gather(-1, after).long()
+            after = torch.where(shared == step + 1, state, after)
+            after = torch.where(shared <= step, path[..., step : step + 1], after)
+            states.append(after)
+        return torch.cat(states[::-1], -1)
 
-        At i - 1 stand those into step i; behind the last step there is nothing.
-        """
+    def _deviations(self, path: Tensor, shared: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight and state (g, m, v) of the best path that deviates before each step up to `shared`."""
+        weights = self._messages + self._continued(path)
+        visited = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, path[..., None], True)
+        excluded = torch.where((self._into == shared)[..., None], taken[..., None, :], visited)
+        excluded |= (self._into > shared)[..., None]
+        weight, state = weights.masked_fill(excluded, -math.inf).max(-1)
+        return weight, state
+
+    def _continued(self, path: Tensor) -> Tensor:
+        """The weights (g, m, v, c) of a path's states after each position, and of each transition into them."""
         steps = self.steps
-        weights = torch.zeros(*path.shape, steps.shape[-1], dtype=torch.float64, device=path.device)
-        behind = torch.zeros(path.shape[:2], dtype=torch.float64, device=path.device)
+        rest = torch.zeros(*path.shape[:2], 1, dtype=torch.float64, device=path.device)
+        weights = [torch.zeros(steps.shape, dtype=torch.float64, device=path.device)]
         for step in reversed(range(1, steps.v)):
-            state = path[..., step]
-            columns = steps.transition(step).columns(state)
-            moved = behind + steps.potential(step).gather(-1, state[..., None])[..., 0]
-            weights[..., step - 1, :] = columns + moved[..., None]
-            stayed = columns.gather(-1, path[..., step - 1, None])[..., 0] + moved
-            inside = steps.inside(step)
-            behind = stayed if inside is None else torch.where(inside[..., 0], stayed, behind)
-        return weights.masked_fill((self._positions + 1 >= self.ends[..., None])[..., None], 0.0)
+            state = path[..., step : step + 1]
+            columns = steps.transition(step).columns(state[..., 0])
+            into = rest + steps.potential(step).gather(-1, state) + columns
+            weights.append(into)
+            into, inside = into.gather(-1, path[..., step - 1 : step]), steps.inside(step)
+            rest = into if inside is None else torch.where(inside, into, rest)
+        return torch.stack(weights[::-1], -2).masked_fill((self._into >= self._ends)[..., None], 0.0)

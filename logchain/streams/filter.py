@@ -4,7 +4,6 @@ Dense matrices without gradients are computed by the kernels of chains, others b
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +27,12 @@ from .piece import Piece, Window, after_each, mapped, scaled, selected, steps_be
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
 
-# the posteriors and the messages of a piece, or memory for them; None for what is not wanted
-Outputs = tuple[Tensor | None, ...]
+# the message that leaves a piece; posteriors and messages of its variables, None for what is not wanted
+Results = tuple[Message, Tensor | None, Tensor | None]
 
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
-def filtered(
-    piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool
-) -> tuple[Message, Outputs]:
+def filtered(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
     """The message with sum 1 that leaves a piece, with posteriors if there is a `dtype`, and messages if wanted.
 
     Posteriors are 0, and messages [*B, k, c], logarithms up to a constant, -inf where a sequence has no variable.
@@ -44,26 +41,16 @@ def filtered(
     if not piece.log_params:
         check_shared_signs(x, piece.transition, piece.p0, piece.weights)
     if x.numel() == 0:
-        return entering, (None if dtype is None else x.to(dtype), x.double())
+        return entering, None if dtype is None else x.to(dtype), x.double()
     dense = isinstance(piece.transition, Dense) and has_values(x)
     if not dense or differentiated(x, piece.p0, entering.values, *piece.transition.parameters):
         return _by_scan(piece.logs, entering, dtype)
-    outputs: Outputs = (
-        None if dtype is None else x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(x.shape, dtype=torch.float64) if with_messages else None,
-    )
-    rest, into = piece, outputs
-    if not piece.going and (with_messages or not (piece.starting and _in_place(piece))):
+    with kernels.arithmetic_on(x):
+        if piece.going or (piece.starting and not with_messages and _in_place(piece)):
+            return _by_kernels(piece, entering, dtype, with_messages)
         # a step apart for sequences that start, since a message enters the kernels
-        entering, first = _by_scan(piece.part(0, 1).logs, entering, dtype)
-        for out, value in zip(outputs, first, strict=True):
-            if out is not None and value is not None:
-                out[..., :1, :] = value
-        rest, into = piece.part(1, x.shape[-2]), _part(outputs, 1, None)
-    if rest.x.numel():
-        with kernels.arithmetic_on(x):
-            entering = _by_kernels(rest, entering, into)
-    return entering, outputs
+        first, rest = _by_scan(piece.part(0, 1).logs, entering, dtype), piece.part(1, x.shape[-2])
+        return _joined(first, _by_kernels(rest, first[0], dtype, with_messages)) if rest.x.numel() else first
 
 
 def _in_place(piece: Piece) -> bool:
@@ -71,11 +58,17 @@ def _in_place(piece: Piece) -> bool:
     return kernels.in_c(piece.x) and stretch.in_place(piece.x, piece.bulk)
 
 
-def _part(outputs: Outputs, start: int, stop: int | None) -> Outputs:
-    return tuple(None if out is None else out[..., start:stop, :] for out in outputs)
+def _joined(*parts: Results) -> Results:
+    """The results of parts of a piece, one after another."""
+    *_, (leaving, posteriors, messages) = parts
+    if posteriors is not None:
+        posteriors = torch.cat([part[1] for part in parts if part[1] is not None], -2)
+    if messages is not None:
+        messages = torch.cat([part[2] for part in parts if part[2] is not None], -2)
+    return leaving, posteriors, messages
 
 
-def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> tuple[Message, Outputs]:
+def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Results:
     """The same for a piece in logarithms, step by step.
 
     The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
@@ -94,50 +87,51 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> tupl
     leaving = scaled(leaving, norm)._replace(values=leaving.values - norm.masked_fill(norm == -torch.inf, 0.0))
     if piece.counts is not None:
         leaving = selected(piece.counts > 0, leaving, entering)
-    return leaving, (None if dtype is None else probabilities(messages).to(dtype), messages)
+    return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
 
 
-def _by_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Message:
-    """The message that leaves a dense piece, which enters all sequences unless all start; outputs are written."""
-    x, bulk, k, leaving, (posteriors, messages) = piece.x, piece.bulk, piece.x.shape[-2], entering, outputs
+def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
+    """The same for a dense piece, which the message enters unless all sequences start."""
+    x, bulk, k = piece.x, piece.bulk, piece.x.shape[-2]
     if _in_place(piece):
-        leaving = stretch.walk(piece, entering, posteriors, messages)
+        leaving, posteriors, messages = stretch.walk(piece, entering, dtype is not None, with_messages)
     else:
         size = max(1, _BLOCK * k // (x.numel() + (bulk.numel() if bulk.shape[-3] > 1 else 0)))
+        leaving, parts = entering, []
         for start in range(0, k, size):
-            stop = min(start + size, k)
-            leaving = _by_any_kernels(piece.part(start, stop), leaving, _part(outputs, start, stop))
-    if posteriors is not None and piece.counts is not None:
-        posteriors.masked_fill_(~piece.active()[..., None], 0.0)
-    if messages is not None:
+            part = piece.part(start, min(start + size, k))
+            parts.append(_by_any_kernels(part, leaving, dtype is not None or with_messages))
+            leaving = parts[-1][0]
+        leaving, posteriors, messages = _joined(*parts)
+    if dtype is not None and posteriors is not None:
+        posteriors = posteriors.to(dtype)
+        posteriors = posteriors if piece.counts is None else torch.where(piece.active()[..., None], posteriors, 0.0)
+    if messages is not None and with_messages:
         # linear messages have small entries flushed to zero: each again, in log space, from the one before it
         before = torch.cat([entering.values[..., None, :], messages[..., :-1, :]], -2)
         logs = shifted(after_each(piece.logs.transition, before) + shifted(piece.logs.x)[0])[0]
-        messages.copy_(torch.where(piece.active()[..., None], logs, -torch.inf))
-    return leaving
+        messages = torch.where(piece.active()[..., None], logs, -torch.inf)
+    return leaving, None if dtype is None else posteriors, messages
 
 
-def _by_any_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Message:
-    """The same as `stretch.walk`, by the kernels of any device."""
-    x, bulk, (posteriors, messages) = piece.x, piece.bulk, outputs
+def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
+    """The same as `stretch.walk`, by the kernels of any device; both posteriors and messages, if `wanted`."""
+    x, bulk = piece.x, piece.bulk
     layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, piece.p0)
     steps, ends = layout.steps_first(x), None if piece.counts is None else layout.grouped(piece.counts)[..., None]
     chain = Chain(steps, layout.matrices(bulk), layout.weights(piece.p0), ends, piece.log_params, dtype)
     values = layout.weights(entering.values).reshape(chain.g, chain.m, chain.c)
     before = linear.Message(values, values.new_zeros(2, chain.g, chain.m))
-    wanted = posteriors is not None or messages is not None
-    memory = chain.new(chain.v + 1, *values.shape) if wanted else None
+    memory, posteriors, messages = chain.new(chain.v + 1, *values.shape) if wanted else None, None, None
     residuals, after = kernels.chain_kernels(x).forward(chain, before, keep=memory, leave=True)
     report_chains(residuals.recomputed)
-    logs = residuals.logs(slice(1, None)).view(steps.shape) if wanted else steps
-    if posteriors is not None:
-        layout.steps_first(posteriors).copy_(probabilities(logs))
-    if messages is not None:
-        layout.steps_first(messages).copy_(logs)
+    if wanted:
+        messages = layout.batched(residuals.logs(slice(1, None)).movedim(0, 2)).contiguous()
+        posteriors = probabilities(messages)
     leaving = entering._replace(values=layout.states(after.values.view(*chain.lead, chain.c)))
     for term in after.scale:
         leaving = scaled(leaving, layout.batched(term)[..., None])
-    return leaving
+    return leaving, posteriors, messages
 
 
 def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
@@ -184,15 +178,13 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 
 def _check_alike(old: Transition, new: Transition) -> None:
-    """Raise for structures that differ in more than parameters, whose steps cannot be concatenated."""
-    was, now = map(_properties, (old, new))
+    """Raise for structures that differ in more than leading axes and values of parameters, which are concatenated."""
+    was, now = (tree_leaves([type(one), one.pattern or vars(one.with_parameters()), _sizes(one)]) for one in (old, new))
     pairs = zip(was, now, strict=False)
     if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
         raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
 
 
-def _properties(one: Transition) -> list[Any]:
-    """What transitions must have in common: all but leading axes and values of parameters."""
-    sizes = [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]
-    return [type(one), *sizes, *tree_leaves(one.pattern or vars(one.with_parameters()))]
+def _sizes(one: Transition) -> list[torch.Size]:
+    return [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]

@@ -93,11 +93,10 @@ class Piece:
 
     def check_values(self) -> None:
         """Raise for NaN, +inf or a negative probability in values that have influence."""
-        x, names = torch.where(self.active()[..., None], self.x, 0.0), ("x_piece", self.name, "p0")
-        for weights in self.masked().parameters:
-            check_values(x, weights.reshape(-1, 1, 1), self.p0, None, names)
+        weights = self.weights()
+        check_values(Weights("x_piece", self.x, self.active()), *weights)
         if not self.log_params:
-            check_weights(*self.weights())
+            check_weights(*weights)
 
 
 class Window(NamedTuple):

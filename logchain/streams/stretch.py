@@ -51,8 +51,10 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
     )
 
 
-def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None) -> Message:
-    """The message that leaves a piece; posteriors and messages are written if there is memory for them.
+def walk(
+    piece: Piece, entering: Message, with_posteriors: bool, with_messages: bool
+) -> tuple[Message, Tensor | None, Tensor | None]:
+    """The message that leaves a piece; posteriors in the dtype of the arithmetic, and messages, if wanted.
 
     It enters the piece, unless all sequences start there.
     """
@@ -67,21 +69,16 @@ def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: T
         key, lambda: stretch_of(x, bulk, p0, piece.log_params, entered=entered)
     )
     ends = None if piece.counts is None else layout.grouped(piece.counts + entered).contiguous()
-    linear = None if messages is None else x.new_empty(x.shape[-2] + entered, *layout.grid, x.shape[-1])
+    linear = x.new_empty(x.shape[-2] + entered, *layout.grid, x.shape[-1]) if with_messages else None
     recomputed = torch.empty(layout.grid, dtype=torch.bool, device=x.device)
-    shares = posteriors
-    if posteriors is not None and not (posteriors.dtype == dtype and posteriors.is_contiguous()):
-        shares = torch.empty(posteriors.shape, dtype=dtype, device=x.device)
+    posteriors = x.new_empty(x.shape) if with_posteriors else None
     start = None if entered else p0
     after, count = stretch.forward(
-        x, bulk, entering, p0=start, ends=ends, messages=linear, recomputed=recomputed, shares=shares
+        x, bulk, entering, p0=start, ends=ends, messages=linear, recomputed=recomputed, shares=posteriors
     )
-    leaving = Message(*after)
+    leaving, messages = Message(*after), None
     report_chains(count)
-    if posteriors is not None and shares is not None and shares is not posteriors:
-        posteriors.copy_(shares)
-    if messages is not None and linear is not None:
-        logs = Kept(leaving.scale, linear, recomputed).logs(slice(int(entered), None))
-        view = layout.steps_first(messages)
-        view.copy_(logs.view(view.shape))
-    return leaving if piece.counts is None else selected(piece.counts > 0, leaving, entering)
+    if linear is not None:
+        messages = Kept(leaving.scale, linear, recomputed).logs(slice(int(entered), None))
+        messages = layout.batched(messages.movedim(0, 2))
+    return leaving if piece.counts is None else selected(piece.counts > 0, leaving, entering), posteriors, messages
