@@ -4,12 +4,13 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
+from torch.distributions.constraints import Constraint
 
 from ...arguments import check_choice
-from ...operands import at_hand
 from ..checks import check_count, check_prior
 from ..degenerate import DegenerateError
-from ..parameters import arithmetic, broadcast
+from ..parameters import broadcast
 from .exponential_family import ExponentialFamily
 from .starts import seeds
 
@@ -18,6 +19,14 @@ _ROUNDING = 2.0**-46
 
 # computed here, since torch.compile starts again where it meets a function of a number
 _HALF_LOG_2_PI = math.log(2 * math.pi) / 2
+
+
+class _Finite(Constraint):
+    """Finite numbers."""
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether numbers are finite."""
+        return value.isfinite()
 
 
 class Gaussian(ExponentialFamily):
@@ -61,6 +70,8 @@ class Gaussian(ExponentialFamily):
             [ 0.0000,  0.0000]], grad_fn=<ViewBackward0>)
     """
 
+    support, expected = _Finite(), "finite numbers, or NaN for what is missing"
+    always_possible = True
     log_scales: torch.nn.Parameter
     factors: torch.nn.Parameter
 
@@ -136,13 +147,6 @@ class Gaussian(ExponentialFamily):
             )
         variance = (squares / counts).expand_as(chosen)
         self.set(chosen, variance if self.factorised else variance.diag_embed())
-
-    def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Data and mask as in `InputLayer.known`; on a CPU, infinite numbers are refused."""
-        data, known = super().known(data, observed)
-        if data.is_floating_point() and at_hand(data) and bool(data.isinf().any()):
-            raise ValueError("data: expected finite numbers, or NaN for what is missing, got an infinite one")
-        return data, known
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
@@ -256,26 +260,15 @@ class Gaussian(ExponentialFamily):
         squares = (-precisions.flatten(-2) / 2).expand(*self.units, d * d)
         return torch.cat((first[..., None], linear, squares), -1)
 
-    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each given state, of the parameters' dtype, float32 at least: see `InputLayer.draw`."""
-        means = self.of_states(self.means.detach(), states)
-        noise = torch.empty_like(means).normal_(generator=generator)
-        if self.factorised:
-            return means + noise * self.of_states(self.log_scales.detach(), states).exp()
-        factors = self._cholesky().detach().to(means.dtype).expand(*self.units, *self._spread_event)
-        factors = self.of_states(factors, states)
-        return means + (factors @ noise[..., None])[..., 0]
-
-    def mode(self) -> tuple[Tensor, Tensor]:
-        """The means and their log-densities: see `InputLayer.mode`."""
-        spread = self.log_scales if self.factorised else self.factors
-        logs = self._diagonal(spread.detach().double()).expand_as(self.means) + _HALF_LOG_2_PI
-        return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the log-densities: that of the parameters, float32 at least."""
-        return arithmetic(self.means).dtype
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
+        """The normal distributions in float64: see `InputLayer.distribution`."""
+        means = self.means.double()[at]
+        if not self.factorised:
+            factors = self._cholesky().expand(*self.units, *self._spread_event)[at]
+            return MultivariateNormal(means, scale_tril=factors, validate_args=False)
+        scales = self.log_scales.double().exp().expand_as(self.means)[at]
+        normal = Normal(means, scales, validate_args=False)
+        return Independent(normal, 1, validate_args=False) if self.event else normal
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """Count, value and square of each feature, or one count, all values and all products, about the centre.

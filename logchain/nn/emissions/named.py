@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ...arguments import check_choice
 from ..checks import check_count
-from .bernoulli import Bernoulli
-from .binomial import Binomial
+
+
 from .categorical import Categorical
 from .gaussian import Gaussian
 from .input_layer import InputLayer
-from .poisson import Poisson
+from .counts import Bernoulli, Binomial, Poisson
 
 
 def named_input(
