@@ -79,15 +79,18 @@ class Categorical(InputLayer):
 
     def log_density(self, data: Tensor) -> Tensor:
         """The log-probabilities of the data, looked up in the tables of all variables: see `InputLayer.log_density`."""
-        table: Tensor = self.weights()
-        lead, (size, c) = table.shape[:-2], table.shape[-2:]
-        groups = torch.arange(lead.numel(), device=data.device).view(lead) * size
-        rows = data[..., 0].long() + groups  # (..., *U)
-        flat = rows.reshape(-1, lead.numel())
-        copies = -(-len(flat) // _BLOCK)
-        if copies > 1:
-            # each block has a copy of the table, so that small gradients are not lost in the sum over all blocks
-            flat = flat + torch.arange(len(flat), device=data.device)[:, None] // _BLOCK * (lead.numel() * size)
-            table = table.expand(copies, *table.shape)
-        # the backward pass of index_select is faster than that of an embedding
-        return table.reshape(-1, c).index_select(0, flat.reshape(-1)).view(*rows.shape, c)
+        return look_up(self.weights(), data[..., 0].long())
+
+
+def look_up(table: Tensor, values: Tensor) -> Tensor:
+    """The entries `[..., *U, c]` of tables `[*U, K, c]` for values int64 `[..., *U]`."""
+    lead, (size, c) = table.shape[:-2], table.shape[-2:]
+    rows = values + torch.arange(lead.numel(), device=values.device).view(lead) * size  # (..., *U)
+    flat = rows.reshape(-1, lead.numel())
+    copies = -(-len(flat) // _BLOCK)
+    if copies > 1:
+        # each block has a copy of the table, so that small gradients are not rounded away in the sum over all blocks
+        flat = flat + torch.arange(len(flat), device=values.device)[:, None] // _BLOCK * (lead.numel() * size)
+        table = table.expand(copies, *table.shape)
+    # the backward pass of index_select is faster than that of an embedding
+    return table.reshape(-1, c).index_select(0, flat.reshape(-1)).view(*rows.shape, c)

@@ -7,7 +7,9 @@ from torch.nn.functional import logsigmoid
 
 from ..checks import check_count, check_prior
 from ..parameters import broadcast
+from .categorical import look_up
 from .exponential_family import ExponentialFamily, moved
+from .input_layer import InputLayer
 from .starts import observations, seeds
 
 
@@ -121,12 +123,10 @@ class Binomial(ExponentialFamily):
         generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
     `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]` to
-    `[..., *U, c]`, in nats; see `InputLayer`.
+    `[..., *U, c]`, in nats, looked up in a table `[*U, total_count + 1, c]` made in float64; see `InputLayer`.
 
     Raises:
         ValueError: a value is out of range (checked on a CPU), or shapes do not go together.
-
-    Cost: 3 multiply-adds for each entry of the result, in float64.
 
     >>> pixels = Binomial(2, 16)
     >>> pixels.set(torch.tensor([0.5, 0.0]))
@@ -187,27 +187,36 @@ class Binomial(ExponentialFamily):
         noise = torch.empty_like(self.logits, dtype=torch.float64).normal_(generator=generator)
         self.logits.copy_((successes / trials).logit().view(*self.units[:-1], 1) + noise)
 
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
+        return InputLayer.forward(self, data, observed)
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """The log-probabilities of the data, looked up in those of all values: see `InputLayer.log_density`."""
+        values = torch.arange(self.total_count + 1, device=data.device)
+        logs = super().forward(values.view(-1, *(1,) * (len(self.units) - 1))).movedim(0, -2)  # [*U, K, c]
+        ways = -(values.double() + 1).lgamma()
+        # the logarithm of choose(total, k), exactly 0 for k = 0
+        ways = (ways + ways.flip(0)) - (ways + ways.flip(0))[0]
+        return look_up(logs + ways.to(logs.dtype)[:, None], data[..., 0].long())
+
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """Successes, failures and the logarithm of `choose(total, k)`: see `ExponentialFamily.sufficient`."""
-        values = torch.arange(self.total_count + 1, dtype=torch.float64, device=data.device)
-        ways = -(values + 1).lgamma() - (values + 1).lgamma().flip(0)
+        """Successes and failures: see `ExponentialFamily.sufficient`."""
         hits = data.double()
-        # the logarithm of choose(total, k) is exactly 0 for k = 0
-        features = torch.stack((hits, self.total_count - hits, (ways - ways[0])[data.long()]), -1)
+        features = torch.stack((hits, self.total_count - hits), -1)
         return features if known is None else features.masked_fill(~known[..., None], 0.0)
 
     def natural(self) -> Tensor:
-        """The natural parameters `log p`, `log(1 - p)` and 1: see `ExponentialFamily.natural`."""
+        """The natural parameters `log p` and `log(1 - p)`: see `ExponentialFamily.natural`."""
         logits = self.logits.double()
-        return torch.stack((logsigmoid(logits), logsigmoid(-logits), torch.ones_like(logits)), -1)
+        return torch.stack((logsigmoid(logits), logsigmoid(-logits)), -1)
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the probabilities to the shares of expected successes: see `ExponentialFamily.maximise`."""
-        counts = statistics[..., :2]
-        trials = counts.sum(-1, keepdim=True)
+        trials = statistics.sum(-1, keepdim=True)
         before = torch.stack((self.logits.double(), -self.logits.double()), -1).sigmoid()
-        hits, misses = moved(before, counts / trials, step, trials > 0).unbind(-1)
+        hits, misses = moved(before, statistics / trials, step, trials > 0).unbind(-1)
         self.logits.copy_(hits.log() - misses.log())
 
     def extra_repr(self) -> str:
