@@ -53,13 +53,6 @@ def check_step(step: float) -> None:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")
 
 
-def check_amount(name: str, value: float) -> None:
-    """Check for a finite, non-negative number."""
-    check_number(name, value)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}: expected a number from 0 on, got {value!r}")
-
-
 def check_prior(name: str, value: float | Tensor, shape: tuple[int, ...], *, signed: bool = False) -> None:
     """Check for a finite number or a tensor of them that broadcasts to a shape; non-negative unless `signed`."""
     if not isinstance(value, Tensor):

@@ -1,6 +1,5 @@
 """Hidden Markov models with trained parameters."""
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,22 +12,19 @@ from ..product import product
 from ..sample import sample as draw_paths
 from ..transitions import Transition
 from ..viterbi import Path, viterbi
+from .chain_model import ChainModel
 from .checks import check_count
 from .emissions.input_layer import InputLayer
 from .emissions.named import emission_of
-from .fitting import Fit, Optimiser, fit, frozen
 from .log_weights import LogWeights
 from .potentials import (
     check_transitions,
-    fill,
-    in_batch,
     over,
     potentials,
     stationary_start,
     transitions,
     where_known,
 )
-from .transitions.weights import TransitionWeights
 
 
 class Sample(NamedTuple):
@@ -43,7 +39,7 @@ class Sample(NamedTuple):
     data: Tensor
 
 
-class HMM(torch.nn.Module):
+class HMM(ChainModel):
     r"""`p(data) = sum_z p(z_0) prod_i P_i(z_{i-1}, z_i) prod_i p(data_i | z_i)` over paths `z` of hidden states.
 
     Args:
@@ -111,7 +107,7 @@ class HMM(torch.nn.Module):
         super().__init__()
         check_count("num_states", num_states)
         check_transitions(initial, transition, num_steps)
-        self.num_states, self.num_steps = num_states, num_steps
+        self.num_states, self.num_steps, self.stationary = num_states, num_steps, initial == "stationary"
         self.initial = LogWeights(num_states, generator=generator) if initial == "free" else None
         if transition is None:
             transition = LogWeights((num_steps or 2) - 1, num_states, num_states, generator=generator)
@@ -130,18 +126,12 @@ class HMM(torch.nn.Module):
     def arguments(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> ChainArguments:
         """The chain of given data, for functions such as `logchain.entropy`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
 
         Returns:
             `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
@@ -151,7 +141,8 @@ class HMM(torch.nn.Module):
         >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
         torch.Size([1])
         """
-        x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
+        data, known, ends = self._observations(data, observed, lengths)
+        x = potentials(self.emission, self.num_states, data, known, observed is not None)
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
@@ -164,18 +155,12 @@ class HMM(torch.nn.Module):
     def log_prob(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Tensor:
         """`log p(data)` of each sequence.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
 
         Returns:
             `[*B]` in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for impossible data.
@@ -184,7 +169,7 @@ class HMM(torch.nn.Module):
         >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
         torch.Size([2])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
     # wrappers such as DistributedDataParallel call `forward`
@@ -193,8 +178,8 @@ class HMM(torch.nn.Module):
     def posterior(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
@@ -202,10 +187,10 @@ class HMM(torch.nn.Module):
         """The posterior marginals of states and transitions: see `logchain.marginals`.
 
         Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
+            data: see the class.
+            observed: see the class.
+            lengths: see the class.
+            covariates: see the class.
             transitions: None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
 
         Returns:
@@ -222,24 +207,18 @@ class HMM(torch.nn.Module):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
 
     def decode(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
 
         Returns:
             `Path(states, score)`: int64 `[*B, v]`, -1 behind a sequence's end, and `log p(data, states)` `[*B]`, nats.
@@ -249,15 +228,15 @@ class HMM(torch.nn.Module):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
 
     def sample_posterior(
         self,
         data: Tensor,
         num_samples: int,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
@@ -265,10 +244,10 @@ class HMM(torch.nn.Module):
         """Independent draws of paths of states, given the data: see `logchain.sample`.
 
         Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
+            data: see the class.
+            observed: see the class.
+            lengths: see the class.
+            covariates: see the class.
             num_samples: the number of paths of each sequence.
             generator: the source of randomness.
 
@@ -281,7 +260,7 @@ class HMM(torch.nn.Module):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
 
     @torch.no_grad()
@@ -325,100 +304,17 @@ class HMM(torch.nn.Module):
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
 
-    @torch.no_grad()
-    def initialise(
-        self,
-        data: Tensor,
-        *,
-        observed: Tensor | None = None,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Draw trained parameters anew: probabilities uniformly over the simplex, emissions at places in the data.
+    def _emission(self) -> torch.nn.Module:
+        return self.emission
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-            generator: the source of randomness.
+    def _event_axes(self) -> int | None:
+        layer = self.emission
+        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, InputLayer) else None
 
-        >>> hmm = HMM(2, "gaussian")
-        >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))
-        >>> hmm.emission.means.detach().sort().values
-        tensor([1., 5.])
-        """
-        with frozen(self):
-            for weights in (self.initial, self.transition):
-                if isinstance(weights, LogWeights | TransitionWeights):
-                    weights.reset_parameters(generator)
-            if isinstance(self.emission, InputLayer) and any(p.requires_grad for p in self.emission.parameters()):
-                known, _ = where_known(self.emission, data, observed, lengths)
-                self.emission.initialise(data if known is None else fill(data, known), known, generator=generator)
-
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        observed: Tensor | None = None,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
-        method: Literal["em", "gradient"] = "em",
-        max_iterations: int = 100,
-        tolerance: float = 1e-2,
-        batch_size: int | None = None,
-        step: float | Callable[[int], float] | None = None,
-        optimiser: Optimiser | None = None,
-        restarts: int = 1,
-        generator: torch.Generator | None = None,
-        progress: bool = False,
-    ) -> Fit:
-        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-            method: "em" or "gradient".
-            max_iterations: the largest number of passes over the data.
-            tolerance: nats; the fit ends with the first iteration that gains less.
-            batch_size: number of sequences that are computed at a time.
-            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
-            optimiser: for "gradient", a function of the list of parameters.
-            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters. Of
-                several, those that meet a `DegenerateError` are set aside with a `DegenerateWarning`.
-            generator: the source of randomness.
-            progress: show a progress bar (tqdm).
-
-        Returns:
-            A `Fit`; its `str` is a short report.
-
-        >>> hmm = HMM(2, "poisson")
-        >>> report = hmm.fit(torch.tensor([0, 1, 0, 1, 30, 31, 32, 33]), generator=torch.Generator().manual_seed(0))
-        >>> report.converged
-        True
-        >>> hmm.emission.log_rates.exp().detach().sort().values
-        tensor([ 0.5000, 31.5000])
-        """
-        if method == "em" and self.initial is None:
-            raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
-        data, conditions = in_batch(self.emission, data, {"observed": observed, "covariates": covariates}, lengths)
-        return fit(
-            self,
-            data,
-            conditions=conditions,
-            method=method,
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            batch_size=batch_size,
-            step=step,
-            optimiser=optimiser,
-            restarts=restarts,
-            generator=generator,
-            progress=progress,
-        )
+    def _observations(
+        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return where_known(data, observed, lengths, self._event_axes())
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":

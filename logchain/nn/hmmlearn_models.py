@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .emissions.categorical import Categorical
+from .emissions.counts import Poisson
 from .emissions.gaussian import Gaussian
 from .emissions.input_layer import InputLayer
 from .emissions.mixture import Mixture
-from .emissions.counts import Poisson
 from .hmm import HMM
 from .log_weights import LogWeights
 

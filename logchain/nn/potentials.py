@@ -16,29 +16,23 @@ from .stationary import stationary
 from .transitions.weights import TransitionWeights
 
 
-def potentials(
-    emission: torch.nn.Module, num_states: int, data: Tensor, observed: Tensor | None, lengths: Lengths | None
-) -> tuple[Tensor, Tensor | None]:
-    """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, and the lengths `[*B]`."""
-    known, ends = where_known(emission, data, observed, lengths)
-    # entries that are not observed may be outside the emission's support
-    data = data if known is None else fill(data, known)
+def potentials(emission: torch.nn.Module, num_states: int, data: Tensor, known: Tensor | None, masked: bool) -> Tensor:
+    """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed; `masked`: by `observed`."""
     if isinstance(emission, InputLayer):
-        x = emission(data, known)  # (*B, v, *U, c)
-        x = x.sum(-2) if len(emission.units) > 1 else x
-    else:
-        x = emission(data)
-        check_tensor("emission", x, 2)
-    if x.dim() < 2 or x.shape[-1] != num_states:
+        x: Tensor = emission(data, known)  # (*B, v, *U, c)
+        return x.sum(-2) if len(emission.units) > 1 else x
+    x = emission(data)
+    check_tensor("emission", x, 2)
+    if x.shape[-1] != num_states:
         raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
-    if known is not None and not isinstance(emission, InputLayer):
-        if x.shape[:-1] != known.shape:
-            expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
-            if observed is None:
-                raise ValueError(f"lengths: expected those of {expected}, got those of {list(known.shape)}")
+    if known is None:
+        return x
+    if x.shape[:-1] != known.shape:
+        expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
+        if masked:
             raise ValueError(f"observed: expected shape {expected}, got {list(known.shape)}")
-        x = torch.where(known[..., None], x, 0)
-    return x, ends
+        raise ValueError(f"lengths: expected those of {expected}, got those of {list(known.shape)}")
+    return torch.where(known[..., None], x, 0)
 
 
 def check_transitions(initial: object, transition: object, num_steps: object) -> None:
@@ -113,57 +107,53 @@ def stationary_start(logs: Tensor | Transition) -> Tensor:
 
 
 def where_known(
-    emission: torch.nn.Module, data: Tensor, observed: Tensor | None, lengths: Lengths | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of what is observed before each sequence's end, None if everything is, and the lengths `[*B]`.
+    data: Tensor, observed: Tensor | None, lengths: Lengths | None, event_axes: int | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Data with 0 where nothing is observed, the mask of what is, None if everything is, and the lengths `[*B]`.
 
-    The mask has the shape of the data for an `InputLayer`, otherwise that of `observed` or `[*B, v]`.
+    The mask ends with each sequence. If the number of axes of an event is known, it has the shape of the data,
+    otherwise that of `observed` or `[*B, v]`.
     """
     check_is_tensor("data", data)
     check_dense("data", data)
-    is_layer = isinstance(emission, InputLayer)
-    if is_layer:
-        steps = data.shape[: data.dim() - event_axes(emission)]  # (*B, v)
+    if event_axes is not None:
+        steps = data.shape[: max(data.dim() - event_axes, 0)]  # (*B, v)
     else:
         steps = data.shape[: 1 + (0 if lengths is None else tensor_of(lengths).dim())]
     if not steps:
-        raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes(emission))}], got {list(data.shape)}")
-    if observed is not None and is_layer:
-        observed = mask_of(observed, data.shape, steps)
+        raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
+    known, ends = observed, None
+    if observed is not None and event_axes is not None:
+        known = mask_of(observed, data.shape, steps)
     elif observed is not None:
-        # other modules do not say how many axes of the data are those of an event: the shape of the mask tells
+        # the shape of the mask says how many axes of the data are those of an event
         check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
         steps = observed.shape
-    known, ends = observed, None
     if lengths is not None:
         ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
         inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
         known = inside if known is None else known & over(inside, known.shape)
-    return (None if known is None else over(known, data.shape) if is_layer else known), ends
+    if known is None:
+        return data, None, ends
+    # entries that are not observed may be outside the emission's support
+    return fill(data, known), known if event_axes is None else over(known, data.shape), ends
 
 
-def in_batch(
-    emission: torch.nn.Module, data: Tensor, conditions: dict[str, Tensor | None], lengths: Lengths | None
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Data and conditions with a batch axis, which is added to a single sequence (known as such with an InputLayer)."""
+def in_batch(data: Tensor, conditions: dict[str, Any], event_axes: int | None) -> tuple[Tensor, dict[str, Any]]:
+    """Data and conditions but None, with a batch axis: one is added to a single sequence, known by its event axes."""
     check_is_tensor("data", data)
-    observed = conditions["observed"]
-    if observed is not None and isinstance(emission, InputLayer):
-        observed = mask_of(observed, data.shape, data.shape[: data.dim() - event_axes(emission)])
-        conditions = conditions | {"observed": observed}
+    conditions = {name: value for name, value in conditions.items() if value is not None}
+    lengths, observed = conditions.get("lengths"), conditions.get("observed")
+    if observed is not None and event_axes is not None:
+        conditions["observed"] = mask_of(observed, data.shape, data.shape[: data.dim() - event_axes])
     if lengths is not None:
-        conditions = conditions | {"lengths": tensor_of(lengths)}
-    if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
+        conditions["lengths"] = tensor_of(lengths)
+    if event_axes is None or data.dim() != 1 + event_axes:
         return data, conditions
     if lengths is not None:
         as_lengths(lengths, data.new_empty(()).expand(data.shape[0], 1), given=("data", data))
     # conditions of a wrong kind are refused by `log_prob`
     return data[None], {name: value[None] if isinstance(value, Tensor) else value for name, value in conditions.items()}
-
-
-def event_axes(emission: Any) -> int:
-    """Number of axes of the data behind that of the steps; 0 for a module other than an `InputLayer`."""
-    return len(emission.units) - 1 + len(emission.event) if isinstance(emission, InputLayer) else 0
 
 
 def fill(values: Tensor, known: Tensor) -> Tensor:

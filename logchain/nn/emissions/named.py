@@ -7,12 +7,10 @@ from torch import Tensor
 
 from ...arguments import check_choice
 from ..checks import check_count
-
-
 from .categorical import Categorical
+from .counts import Bernoulli, Binomial, Poisson
 from .gaussian import Gaussian
 from .input_layer import InputLayer
-from .counts import Bernoulli, Binomial, Poisson
 
 
 def named_input(

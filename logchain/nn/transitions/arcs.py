@@ -19,7 +19,7 @@ class Banded(TransitionWeights):
     Args:
         num_states: c.
         offsets: the diagonal of each band, different integers from -(c-1) to c-1; some band leads out of every state.
-        lead: sizes of axes before those of the parameters: steps, or repetitions and steps. () is one matrix for all steps.
+        lead: sizes of axes before those of the parameters: steps, or repetitions and steps. () is one matrix for all.
         prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
         generator: the source of randomness for the initial weights, uniform over the simplex.
 

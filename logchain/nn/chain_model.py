@@ -1,0 +1,134 @@
+"""What models of sequences along a chain of hidden states share: their arguments, their starts and their fits."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths
+from .emissions.input_layer import InputLayer
+from .fitting import Fit, Optimiser, fit, frozen
+from .log_weights import LogWeights
+from .potentials import in_batch
+
+
+class ChainModel(torch.nn.Module):
+    """A model of sequences along a chain of hidden states; a subclass implements `log_prob`."""
+
+    # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
+    stationary = False
+
+    @torch.no_grad()
+    def initialise(
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        lengths: Lengths | None = None,
+        covariates: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Draw trained parameters again: weights uniformly over the simplex, emissions at places in the data.
+
+        Args:
+            data: see the class.
+            observed: see the class.
+            lengths: see the class.
+            covariates: see the class; of an `HMM`.
+            generator: the source of randomness.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "gaussian")
+        >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))
+        >>> hmm.emission.means.detach().sort().values
+        tensor([1., 5.])
+        """
+        emission = self._emission()
+        of_emission = set(emission.modules())
+        with frozen(self):
+            for part in self.modules():
+                if isinstance(part, LogWeights) and part not in of_emission:
+                    part.reset_parameters(generator)
+            if isinstance(emission, InputLayer) and any(p.requires_grad for p in emission.parameters()):
+                data, known, _ = self._observations(data, observed, lengths)
+                emission.initialise(data, known, generator=generator)
+
+    def fit(
+        self,
+        data: Tensor,
+        *,
+        observed: Tensor | None = None,
+        lengths: Lengths | None = None,
+        covariates: Tensor | None = None,
+        method: Literal["em", "gradient"] = "em",
+        max_iterations: int = 100,
+        tolerance: float = 1e-2,
+        batch_size: int | None = None,
+        step: float | Callable[[int], float] | None = None,
+        optimiser: Optimiser | None = None,
+        restarts: int = 1,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Fit:
+        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
+
+        Args:
+            data: see the class.
+            observed: see the class.
+            lengths: see the class.
+            covariates: see the class; of an `HMM`.
+            method: "em" or "gradient".
+            max_iterations: the largest number of passes over the data.
+            tolerance: nats; the fit ends with the first iteration that gains less.
+            batch_size: number of sequences that are computed at a time.
+            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
+            optimiser: for "gradient", a function of the list of parameters.
+            restarts: number of initialisations, of which the best fit is taken; 0 starts from the present parameters.
+                Of several, those that meet a `DegenerateError` are skipped with a `DegenerateWarning`.
+            generator: the source of randomness.
+            progress: show a progress bar (tqdm).
+
+        Returns:
+            A `Fit`; its `str` is a short report.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "poisson")
+        >>> report = hmm.fit(torch.tensor([0, 1, 0, 1, 30, 31, 32, 33]), generator=torch.Generator().manual_seed(0))
+        >>> report.converged
+        True
+        >>> hmm.emission.log_rates.exp().detach().sort().values
+        tensor([ 0.5000, 31.5000])
+        """
+        if method == "em" and self.stationary:
+            raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
+        conditions = {"observed": observed, "lengths": lengths, "covariates": covariates}
+        data, conditions = in_batch(data, conditions, self._event_axes())
+        return fit(
+            self,
+            data,
+            conditions=conditions,
+            method=method,
+            max_iterations=max_iterations,
+            tolerance=tolerance,
+            batch_size=batch_size,
+            step=step,
+            optimiser=optimiser,
+            restarts=restarts,
+            generator=generator,
+            progress=progress,
+        )
+
+    def _emission(self) -> torch.nn.Module:
+        """The module of the densities of observations."""
+        raise NotImplementedError
+
+    def _event_axes(self) -> int | None:
+        """Number of axes of the data after that of the steps; None if it is not known."""
+        raise NotImplementedError
+
+    def _observations(
+        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Data as the emission takes them, the mask of what is observed in them, None if all is, and the lengths."""
+        raise NotImplementedError
