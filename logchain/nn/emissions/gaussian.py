@@ -339,8 +339,8 @@ class Gaussian(ExponentialFamily):
             if self.covariance_kind == "tied":
                 which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
             raise DegenerateError(
-                f"maximise: expected positive variances, got 0 for {which}, on too few observations",
-                "give the Gaussian a prior_scatter, or have fewer units",
+                f"maximise: expected positive variances, got 0 for {which}, on too few observations: give the "
+                "Gaussian a prior_scatter, or have fewer units"
             )
 
     def extra_repr(self) -> str:
