@@ -15,7 +15,7 @@ from ..viterbi import viterbi
 from .chain_model import ChainModel
 from .checks import check_count, check_last_axes
 from .emissions.input_layer import InputLayer
-from .emissions.named import named_input
+from .emissions.named import named
 from .log_weights import LogWeights
 from .potentials import where_known
 
@@ -116,7 +116,16 @@ class ChainCircuit(ChainModel):
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states
         super().__init__()
-        self.input = named_input(input, (t, v, c), num_categories, total_count, generator)
+        for name, size in zip(("num_repetitions", "num_variables", "num_states"), (t, v, c), strict=True):
+            check_count(name, size)
+        names = "categorical", "bernoulli", "binomial", "gaussian"
+        options = {"num_categories": num_categories, "total_count": total_count}
+        layer = named("input", input, names, (t, v, c), options, generator)
+        if not isinstance(layer, InputLayer):
+            raise TypeError(f"input: expected a name or a logchain.nn.InputLayer, got {type(layer).__name__}")
+        if layer.units != (t, v, c):
+            raise ValueError(f"input: expected units {[t, v, c]}, got {list(layer.units)}")
+        self.input = layer
         self.mixing = LogWeights(t, generator=generator)
         if not isinstance(transition, torch.nn.Module | None):
             raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")

@@ -15,7 +15,7 @@ from ..viterbi import Path, viterbi
 from .chain_model import ChainModel
 from .checks import check_count
 from .emissions.input_layer import InputLayer
-from .emissions.named import emission_of
+from .emissions.named import named
 from .log_weights import LogWeights
 from .potentials import (
     check_transitions,
@@ -71,8 +71,8 @@ class HMM(ChainModel):
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
 
     Raises:
-        TypeError: an argument is of the wrong kind, or the emission has no such prior.
-        ValueError: a choice is unknown, or sizes do not go together.
+        TypeError: an argument is of the wrong kind.
+        ValueError: a choice is unknown, the emission has no such option, or sizes do not go together.
 
     Cost: that of the emission and of `logchain.product`.
 
@@ -112,16 +112,22 @@ class HMM(ChainModel):
         if transition is None:
             transition = LogWeights((num_steps or 2) - 1, num_states, num_states, generator=generator)
         self.transition: torch.nn.Module = transition
-        priors = {
+        options = {
+            "num_features": num_features,
+            "num_categories": num_categories,
+            "covariance": None if covariance == "diagonal" else covariance,
             "prior_scatter": prior_scatter,
             "prior_count": prior_count,
             "prior_means": prior_means,
             "prior_means_count": prior_means_count,
             "prior_total": prior_total,
         }
-        self.emission: torch.nn.Module = emission_of(
-            emission, num_states, num_features, num_categories, covariance, priors, generator
-        )
+        names = "categorical", "gaussian", "poisson"
+        self.emission = named("emission", emission, names, (num_states,), options, generator)
+        if isinstance(self.emission, InputLayer):
+            units = self.emission.units
+            if units[-1] != num_states or len(units) > 2:
+                raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
 
     def arguments(
         self,

@@ -172,10 +172,6 @@ class LinearChainCRF(nn.Module):
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
         """The most probable tags of each sequence as lists, without masked variables.
 
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-
         Returns:
             n lists of tags, which are -1 in a sequence in which every path is impossible or an emission is NaN.
 
@@ -189,10 +185,6 @@ class LinearChainCRF(nn.Module):
 
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
-
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
 
         Returns:
             `Path(states, score)`: tags int64 `[v, n]` (or `[n, v]`), -1 where masked, and log-weights `[n]` in nats,
@@ -210,8 +202,8 @@ class LinearChainCRF(nn.Module):
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
         Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
+            emissions: see the class.
+            mask: see the class.
             k: the number of paths.
 
         Returns:
@@ -242,8 +234,8 @@ class LinearChainCRF(nn.Module):
         """Independent draws of paths of tags from their posterior: see `logchain.sample`.
 
         Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
+            emissions: see the class.
+            mask: see the class.
             num_samples: the number of paths of each sequence.
             generator: the source of randomness.
 
@@ -266,10 +258,6 @@ class LinearChainCRF(nn.Module):
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The posterior probability of each tag: see `logchain.marginals`.
 
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-
         Returns:
             Probabilities in the shape of `emissions`, 0 where masked. They can be differentiated once.
 
@@ -283,10 +271,6 @@ class LinearChainCRF(nn.Module):
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The log-partition `log Z` of each sequence: see `logchain.product`.
-
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
 
         Returns:
             `[n]` in nats, 0 for a sequence without variables.

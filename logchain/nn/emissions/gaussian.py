@@ -94,7 +94,8 @@ class Gaussian(ExponentialFamily):
         if covariance != "diagonal" and num_features is None:
             raise ValueError(f"num_features: expected an integer with covariance={covariance!r}, got None")
         self.covariance_kind, self.factorised = covariance, covariance in ("diagonal", "spherical")
-        # the units that have a spread of their own, and the shape of one
+        # the axis of a spread along which it is shared, the units that have one each, and the shape of one
+        self._shared_axis = {"spherical": -1, "tied": -3}.get(covariance)
         self._spread_units = (*self.units[:-1], 1) if covariance == "tied" else self.units
         self._spread_event = self.event if self.factorised else 2 * self.event
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
@@ -132,21 +133,24 @@ class Gaussian(ExponentialFamily):
         Raises:
             ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
         """
-        chosen, _, variance, counts = seeds(self, data, observed, generator)
+        chosen, _, variance, counts = seeds(self, data, observed, generator)  # [*U, c, d], [*U, 1, d]
         if not self.event:
             chosen, variance, counts = chosen[..., 0], variance[..., 0], counts[..., 0]
-        scatter, count = self._prior_of_spread(variance)
-        squares = self._over_features(variance * counts) + self._diagonal(scatter)
-        counts = self._over_features(counts) + (count if self.factorised else count[..., 0])
-        if bool((squares <= 0).any()):
-            unit, feature = self._first(squares <= 0)
+        squares = variance * counts
+        if not self.factorised:
+            squares, counts = squares.diag_embed(), counts[..., None]
+        scatter, prior_count = self._prior_of_spread(squares)
+        squares = self._pooled(squares) + scatter
+        constant = self._diagonal(squares) <= 0
+        if bool(constant.any()):
+            unit, feature = self._first(constant)
             variable = f" of variable {unit[:-1]}" if unit[1:] else ""
             raise ValueError(
                 "data: expected at least two different observations of every variable and feature, or prior_scatter, "
                 f"got one{variable}{feature}"
             )
-        variance = (squares / counts).expand_as(chosen)
-        self.set(chosen, variance if self.factorised else variance.diag_embed())
+        covariance = squares / (self._pooled(counts) + prior_count)
+        self.set(chosen, covariance.expand(*self.units, *self._spread_event))
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
@@ -207,17 +211,11 @@ class Gaussian(ExponentialFamily):
 
     def _shared(self, spread: Tensor) -> Tensor:
         """The first of what is shared, in the shape of the parameter, of a tensor in the shape of `covariance()`."""
-        if self.covariance_kind == "spherical":
-            return spread[..., :1]
-        return spread[..., :1, :, :] if self.covariance_kind == "tied" else spread
-
-    def _over_features(self, sums: Tensor) -> Tensor:
-        """Sums `[..., d]` added up over the features that share a variance."""
-        return sums.sum(-1, keepdim=True) if self.covariance_kind == "spherical" else sums
+        return spread if self._shared_axis is None else spread.narrow(self._shared_axis, 0, 1)
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums in the shape of `covariance()` added up over the features or units that share it."""
-        return sums.sum(-3, keepdim=True) if self.covariance_kind == "tied" else self._over_features(sums)
+        return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
 
     def _prior_of_spread(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """`prior_scatter` in the shape of the spread's parameter, and `prior_count`, which broadcasts to it."""
@@ -226,7 +224,7 @@ class Gaussian(ExponentialFamily):
             scatter = scatter * torch.eye(*self.event).to(like)
         scatter = scatter.expand(*self._spread_units, *self._spread_event)
         count = count.expand(self._spread_units).reshape(*self._spread_units, *(1,) * len(self._spread_event))
-        return self._over_features(scatter), self._over_features(count.expand_as(scatter))
+        return self._pooled(scatter), self._pooled(count.expand_as(scatter))
 
     def _first(self, wrong: Tensor) -> tuple[list[int], str]:
         """The index of the first unit for which a mask in the shape of the spread holds, and words for the feature."""
