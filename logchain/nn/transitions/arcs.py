@@ -87,7 +87,7 @@ class Sparse(TransitionWeights):
         indices: integers `[2, arcs]`, the state that each arc leads from and the one that it leads to. Some arc leads
             out of every state, and no pair occurs twice.
         num_states: c; by default one more than the largest index.
-        lead, prior_count, generator: see `Banded`.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         weights: `LogWeights` `[*lead, arcs]`, in the order of the indices.

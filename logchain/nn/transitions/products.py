@@ -22,7 +22,7 @@ class LowRank(TransitionWeights):
         num_states: c.
         rank: r, the number of components.
         diagonal: whether states may stay without a component.
-        lead, prior_count, generator: see `Banded`.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         left: `LogWeights` `[*lead, c, r]`, or `[*lead, c, r + 1]` with the diagonal as the last one.
@@ -88,7 +88,7 @@ class BlockDiagonal(TransitionWeights):
     Args:
         num_blocks: A, the number of groups.
         block_size: B, the states of each.
-        lead, prior_count, generator: see `Banded`.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         blocks: `LogWeights` `[*lead, A, B, B]`.
@@ -108,6 +108,8 @@ class BlockDiagonal(TransitionWeights):
             [0., 1.]], grad_fn=<ExpBackward0>)
     """
 
+    kind = structures.BlockDiagonal
+
     def __init__(
         self,
         num_blocks: int,
@@ -123,17 +125,13 @@ class BlockDiagonal(TransitionWeights):
         shape = (*lead, num_blocks, block_size, block_size)
         self.blocks = LogWeights(*shape, prior_count=prior_count, generator=generator)
 
-    def structure(self, *logs: Tensor) -> structures.BlockDiagonal:
-        """The structure of the blocks."""
-        return structures.BlockDiagonal(*logs)
-
 
 class Kronecker(TransitionWeights):
     r"""`logchain.transitions.Kronecker` of probabilities: parts of a state that move independently.
 
     Args:
         *sizes: the number of values of each part, two or more.
-        lead, prior_count, generator: see `Banded`.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         factors: a `LogWeights` `[*lead, c_k, c_k]` for each part.
@@ -153,6 +151,8 @@ class Kronecker(TransitionWeights):
             [0.2000, 0.8000]], grad_fn=<ExpBackward0>)
     """
 
+    kind = structures.Kronecker
+
     def __init__(
         self,
         *sizes: int,
@@ -167,10 +167,6 @@ class Kronecker(TransitionWeights):
         factors = (LogWeights(*lead, size, size, prior_count=prior_count, generator=generator) for size in sizes)
         self.factors = torch.nn.ModuleList(factors)
 
-    def structure(self, *logs: Tensor) -> structures.Kronecker:
-        """The structure of the factors."""
-        return structures.Kronecker(*logs)
-
 
 class Monarch(TransitionWeights):
     r"""`logchain.transitions.Monarch` of probabilities: moves within a block, and then within one of another division.
@@ -179,7 +175,7 @@ class Monarch(TransitionWeights):
         num_blocks: A.
         block_size: B, the states of each block; c = A B.
         middle: B', by default B: from each block to as many middles, which divide c.
-        lead, prior_count, generator: see `Banded`.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         left: `LogWeights` `[*lead, A, B, B']`.
@@ -202,6 +198,8 @@ class Monarch(TransitionWeights):
             [0., 0., 0., 1.]], grad_fn=<ExpBackward0>)
     """
 
+    kind = structures.Monarch
+
     def __init__(
         self,
         num_blocks: int,
@@ -222,7 +220,3 @@ class Monarch(TransitionWeights):
         last = self.num_states // middle
         self.left = LogWeights(*lead, num_blocks, block_size, middle, prior_count=prior_count, generator=generator)
         self.right = LogWeights(*lead, middle, num_blocks, last, prior_count=prior_count, generator=generator)
-
-    def structure(self, *logs: Tensor) -> structures.Monarch:
-        """The structure of both factors."""
-        return structures.Monarch(*logs)

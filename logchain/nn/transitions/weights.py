@@ -13,10 +13,12 @@ from ..log_weights import LogWeights
 class TransitionWeights(torch.nn.Module):
     """A module that returns a structure of `logchain.transitions` whose parameters are logarithms.
 
-    A subclass assigns a `LogWeights` for each parameter of the structure, in their order: expectation maximisation fits
-    those by the gradients with respect to what they return. It implements `structure`; where a parameter is laid out in
-    another way than its weights, `as_weights` too.
+    A subclass assigns a `LogWeights` for each parameter of the structure `kind`, in their order: expectation
+    maximisation fits those by the gradients with respect to what they return. Where a parameter is laid out in another
+    way than its weights, it implements `structure` and `as_weights`.
     """
+
+    kind: type[Transition]
 
     def __init__(self, num_states: int, lead: tuple[int, ...]) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class TransitionWeights(torch.nn.Module):
 
     def structure(self, *logs: Tensor) -> Transition:
         """The structure of the logarithms of all weights."""
-        raise NotImplementedError
+        return self.kind(*logs)
 
     def as_weights(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Parameters of the structure in the layout of the weights."""
