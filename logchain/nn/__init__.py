@@ -2,6 +2,7 @@
 
 from . import transitions
 from .chain_circuit import ChainCircuit, Completion
+from .chain_model import ChainModel
 from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step
 from .emissions import (
@@ -26,6 +27,7 @@ __all__ = [
     "Binomial",
     "Categorical",
     "ChainCircuit",
+    "ChainModel",
     "Completion",
     "DegenerateError",
     "DegenerateWarning",

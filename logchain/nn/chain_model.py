@@ -14,7 +14,7 @@ from .potentials import in_batch
 
 
 class ChainModel(torch.nn.Module):
-    """A model of sequences along a chain of hidden states; a subclass implements `log_prob`."""
+    """The starts and fits of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states."""
 
     # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
     stationary = False
