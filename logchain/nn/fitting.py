@@ -259,7 +259,9 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
     history: list[float] = []
     converged = False
     for _ in iterations:
-        history.append(_finite(advance()))
+        batches = run.batches()
+        parts = ([batch] for batch in batches) if run.moving else [batches]
+        history.append(_finite(sum((advance(part) for part in parts), torch.zeros(()))))
         if not run.moving and len(history) > 1 and history[-1] - history[-2] < tolerance:
             converged = True
             break
@@ -268,24 +270,22 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
     return Fit(history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
 
-def _em(run: _Run) -> Callable[[], Tensor]:
-    """A function that does one iteration of EM and returns the log-likelihood before it."""
+Advance = Callable[[Iterable[Callable[[], Tensor]]], Tensor]
+
+
+def _em(run: _Run) -> Advance:
+    """A function that does a step of EM for some batches and returns their log-likelihood before it."""
     numbers = count()
 
-    def advance() -> Tensor:
-        if run.step is None:
-            return em_step(run.model, run.batches())
-        total = torch.zeros(())
-        for batch in run.batches():
-            step = run.step(next(numbers)) if callable(run.step) else run.step
-            total = total + em_step(run.model, [batch], step)
-        return total
+    def advance(batches: Iterable[Callable[[], Tensor]]) -> Tensor:
+        step = run.step(next(numbers)) if callable(run.step) else run.step
+        return em_step(run.model, batches, 1.0 if step is None else step)
 
     return advance
 
 
-def _gradient(run: _Run) -> Callable[[], Tensor]:
-    """A function that does one iteration of the optimiser and returns the log-likelihood before it."""
+def _gradient(run: _Run) -> Advance:
+    """A function that does a step of the optimiser for one batch and returns its log-likelihood before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
     optimiser: Any = (run.optimiser or (adam if run.moving else lbfgs))(parameters)
@@ -294,18 +294,17 @@ def _gradient(run: _Run) -> Callable[[], Tensor]:
     # the loss is a mean over sequences, so that a learning rate suits any number of them
     scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
-    def advance() -> Tensor:
-        total = torch.zeros(())
-        for batch in run.batches():
+    def advance(batches: Iterable[Callable[[], Tensor]]) -> Tensor:
+        (batch,) = batches
 
-            def closure(batch: Callable[[], Tensor] = batch) -> Tensor:
-                optimiser.zero_grad()
-                loss = -batch() * scale
-                loss.backward()
-                return loss
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            loss = -batch() * scale
+            loss.backward()
+            return loss
 
-            total = total - optimiser.step(closure).detach() / scale
-        return total
+        loss: Tensor = optimiser.step(closure)
+        return -loss.detach() / scale
 
     return advance
 
