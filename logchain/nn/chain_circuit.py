@@ -17,7 +17,6 @@ from .checks import check_count, check_last_axes
 from .emissions.input_layer import InputLayer
 from .emissions.named import named
 from .log_weights import LogWeights
-from .potentials import where_known
 
 
 class Completion(NamedTuple):
@@ -347,7 +346,7 @@ class ChainCircuit(ChainModel):
         check_is_tensor("data", data)
         wanted = (self.units[1], *self.input.event)
         check_last_axes("data", data, wanted)
-        data, known, ends = where_known(data, observed, lengths, len(self.input.event))
+        data, known, ends = super()._observations(data, observed, lengths)
         axis = -1 - len(wanted)
         return data.unsqueeze(axis), None if known is None else known.unsqueeze(axis), ends
 

@@ -1,16 +1,17 @@
 """What models of sequences along a chain of hidden states share: their arguments, their starts and their fits."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths
+from ..arguments import Lengths, as_lengths, check_dense, check_is_tensor, tensor_of
+from .checks import check_mask, mask_of
 from .emissions.input_layer import InputLayer
 from .fitting import Fit, Optimiser, fit, frozen
 from .log_weights import LogWeights
-from .potentials import in_batch
+from .potentials import fill, over
 
 
 class ChainModel(torch.nn.Module):
@@ -103,7 +104,7 @@ class ChainModel(torch.nn.Module):
         if method == "em" and self.stationary:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
         conditions = {"observed": observed, "lengths": lengths, "covariates": covariates}
-        data, conditions = in_batch(data, conditions, self._event_axes())
+        data, conditions = self._in_batch(data, {name: part for name, part in conditions.items() if part is not None})
         return fit(
             self,
             data,
@@ -130,5 +131,50 @@ class ChainModel(torch.nn.Module):
     def _observations(
         self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Data as the emission takes them, the mask of what is observed in them, None if all is, and the lengths."""
-        raise NotImplementedError
+        """Data with 0 where nothing is observed, the mask of what is, None if everything is, and the lengths `[*B]`.
+
+        The mask ends with each sequence. If the number of axes of an event is known, it has the shape of the data,
+        otherwise that of `observed` or `[*B, v]`.
+        """
+        check_is_tensor("data", data)
+        check_dense("data", data)
+        event_axes = self._event_axes()
+        if event_axes is not None:
+            steps = data.shape[: max(data.dim() - event_axes, 0)]  # (*B, v)
+        else:
+            steps = data.shape[: 1 + (0 if lengths is None else tensor_of(lengths).dim())]
+        if not steps:
+            raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
+        known, ends = observed, None
+        if observed is not None and event_axes is not None:
+            known = mask_of(observed, data.shape, steps)
+        elif observed is not None:
+            # the shape of the mask says how many axes of the data are those of an event
+            check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
+            steps = observed.shape
+        if lengths is not None:
+            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
+            inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
+            known = inside if known is None else known & over(inside, known.shape)
+        if known is None:
+            return data, None, ends
+        # entries that are not observed may be outside the emission's support
+        return fill(data, known), known if event_axes is None else over(known, data.shape), ends
+
+    def _in_batch(self, data: Tensor, conditions: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Data and conditions with a batch axis: one is added to a single sequence, if the axes of an event are known.
+
+        Conditions of a wrong kind are refused by `log_prob`.
+        """
+        check_is_tensor("data", data)
+        event_axes = self._event_axes()
+        if "observed" in conditions and event_axes is not None:
+            conditions["observed"] = mask_of(conditions["observed"], data.shape, data.shape[: data.dim() - event_axes])
+        if "lengths" in conditions:
+            conditions["lengths"] = tensor_of(conditions["lengths"])
+        if event_axes is None or data.dim() != 1 + event_axes:
+            return data, conditions
+        if "lengths" in conditions:
+            as_lengths(conditions["lengths"], data.new_empty(()).expand(data.shape[0], 1), given=("data", data))
+        parts = {name: part[None] if isinstance(part, Tensor) else part for name, part in conditions.items()}
+        return data[None], parts

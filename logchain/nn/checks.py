@@ -77,11 +77,6 @@ def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
 def mask_of(observed: Tensor, shape: torch.Size, variables: torch.Size) -> Tensor:
     """A bool mask of the shape of data, or of `variables` [*B, v]; one of [v] is expanded to that."""
     check_mask(observed, shape, variables, variables[-1:])
-    return expanded(observed, variables)
-
-
-def expanded(observed: Tensor, variables: torch.Size) -> Tensor:
-    """A mask, expanded from [v] to `variables` [*B, v]."""
     return observed.expand(variables) if observed.shape == variables[-1:] else observed
 
 

@@ -23,7 +23,6 @@ from .potentials import (
     potentials,
     stationary_start,
     transitions,
-    where_known,
 )
 
 
@@ -316,11 +315,6 @@ class HMM(ChainModel):
     def _event_axes(self) -> int | None:
         layer = self.emission
         return len(layer.units) - 1 + len(layer.event) if isinstance(layer, InputLayer) else None
-
-    def _observations(
-        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return where_known(data, observed, lengths, self._event_axes())
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":

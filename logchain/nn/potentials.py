@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_choice, check_dense, check_is_tensor, check_tensor, tensor_of
+from ..arguments import check_choice, check_tensor
 from ..transitions import Transition
-from .checks import check_count, check_mask, mask_of
+from .checks import check_count
 from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 from .parameters import arithmetic
@@ -104,56 +104,6 @@ def stationary_start(logs: Tensor | Transition) -> Tensor:
     dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
     # probabilities: the logarithm of a state that is never visited would have no gradient
     return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
-
-
-def where_known(
-    data: Tensor, observed: Tensor | None, lengths: Lengths | None, event_axes: int | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Data with 0 where nothing is observed, the mask of what is, None if everything is, and the lengths `[*B]`.
-
-    The mask ends with each sequence. If the number of axes of an event is known, it has the shape of the data,
-    otherwise that of `observed` or `[*B, v]`.
-    """
-    check_is_tensor("data", data)
-    check_dense("data", data)
-    if event_axes is not None:
-        steps = data.shape[: max(data.dim() - event_axes, 0)]  # (*B, v)
-    else:
-        steps = data.shape[: 1 + (0 if lengths is None else tensor_of(lengths).dim())]
-    if not steps:
-        raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
-    known, ends = observed, None
-    if observed is not None and event_axes is not None:
-        known = mask_of(observed, data.shape, steps)
-    elif observed is not None:
-        # the shape of the mask says how many axes of the data are those of an event
-        check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
-        steps = observed.shape
-    if lengths is not None:
-        ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
-        inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
-        known = inside if known is None else known & over(inside, known.shape)
-    if known is None:
-        return data, None, ends
-    # entries that are not observed may be outside the emission's support
-    return fill(data, known), known if event_axes is None else over(known, data.shape), ends
-
-
-def in_batch(data: Tensor, conditions: dict[str, Any], event_axes: int | None) -> tuple[Tensor, dict[str, Any]]:
-    """Data and conditions but None, with a batch axis: one is added to a single sequence, known by its event axes."""
-    check_is_tensor("data", data)
-    conditions = {name: value for name, value in conditions.items() if value is not None}
-    lengths, observed = conditions.get("lengths"), conditions.get("observed")
-    if observed is not None and event_axes is not None:
-        conditions["observed"] = mask_of(observed, data.shape, data.shape[: data.dim() - event_axes])
-    if lengths is not None:
-        conditions["lengths"] = tensor_of(lengths)
-    if event_axes is None or data.dim() != 1 + event_axes:
-        return data, conditions
-    if lengths is not None:
-        as_lengths(lengths, data.new_empty(()).expand(data.shape[0], 1), given=("data", data))
-    # conditions of a wrong kind are refused by `log_prob`
-    return data[None], {name: value[None] if isinstance(value, Tensor) else value for name, value in conditions.items()}
 
 
 def fill(values: Tensor, known: Tensor) -> Tensor:
