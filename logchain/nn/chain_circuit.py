@@ -248,10 +248,6 @@ class ChainCircuit(ChainModel):
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws of all variables.
 
-        Args:
-            num_samples: the number of draws.
-            generator: the source of randomness.
-
         Returns:
             `[num_samples, v, *event]`.
 
@@ -271,14 +267,7 @@ class ChainCircuit(ChainModel):
         *,
         lengths: Lengths | None = None,
     ) -> Tensor:
-        """Independent, exact draws given the observed variables, which stay as they are.
-
-        Args:
-            data: see the class.
-            observed: see the class.
-            lengths: see the class.
-            num_samples: the number of draws for each of B.
-            generator: the source of randomness.
+        """Independent, exact draws given the observed variables, which stay as they are; `num_samples` for each of B.
 
         Returns:
             `[num_samples, *B, v, *event]`.

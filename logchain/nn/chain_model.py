@@ -32,13 +32,6 @@ class ChainModel(torch.nn.Module):
     ) -> None:
         """Draw trained parameters again: weights uniformly over the simplex, emissions at places in the data.
 
-        Args:
-            data: see the class.
-            observed: see the class.
-            lengths: see the class.
-            covariates: see the class; of an `HMM`.
-            generator: the source of randomness.
-
         >>> from logchain.nn import HMM
         >>> hmm = HMM(2, "gaussian")
         >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))

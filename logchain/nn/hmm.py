@@ -189,14 +189,9 @@ class HMM(ChainModel):
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
     ) -> Marginals:
-        """The posterior marginals of states and transitions: see `logchain.marginals`.
+        """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
-        Args:
-            data: see the class.
-            observed: see the class.
-            lengths: see the class.
-            covariates: see the class.
-            transitions: None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
+        `transitions` is None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
 
         Returns:
             `Marginals(states [*B, v, c], transitions, log_norm [*B])`; `log_norm` is `log p(data)` in nats.
@@ -246,15 +241,7 @@ class HMM(ChainModel):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of paths of states, given the data: see `logchain.sample`.
-
-        Args:
-            data: see the class.
-            observed: see the class.
-            lengths: see the class.
-            covariates: see the class.
-            num_samples: the number of paths of each sequence.
-            generator: the source of randomness.
+        """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
         Returns:
             int64 `[num_samples, *B, v]`, -1 behind a sequence's end.

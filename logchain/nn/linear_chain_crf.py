@@ -201,11 +201,6 @@ class LinearChainCRF(nn.Module):
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
-        Args:
-            emissions: see the class.
-            mask: see the class.
-            k: the number of paths.
-
         Returns:
             Lists of tags, best path first, and log-weights `[n, k]` in nats. Where fewer than `k` paths are possible,
             the others have tags -1 and log-weight -inf.
@@ -231,13 +226,7 @@ class LinearChainCRF(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of paths of tags from their posterior: see `logchain.sample`.
-
-        Args:
-            emissions: see the class.
-            mask: see the class.
-            num_samples: the number of paths of each sequence.
-            generator: the source of randomness.
+        """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
 
         Returns:
             int64 `[num_samples, v, n]` (or `[num_samples, n, v]`), -1 where masked.

@@ -60,12 +60,21 @@ class Distribution(InputLayer):
         if not callable(family):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
         check_prior("spread", spread, ())
-        limits = _limits(family, limits, initial)
-        starts = {name: _start(name, start, limits[name]) for name, start in initial.items()}
-        values = {}
-        for name, start in starts.items():
-            shape = (*self.units, *start.shape[start.dim() - limits[name].event_dim :])
-            values[name] = broadcast(name, start, torch.Size(shape)).to(start.dtype).detach().clone()
+        if unknown := (limits or {}).keys() - initial.keys():
+            expected = f"names of parameters, {', '.join(initial)}"
+            raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
+        declared = getattr(family, "arg_constraints", {}) if limits is None else limits
+        values, transforms, alike = {}, {}, []
+        for name, start in initial.items():
+            limit = declared.get(name, constraints.real) if isinstance(declared, Mapping) else constraints.real
+            value = _start(name, start, limit)
+            axes = value.dim() - limit.event_dim
+            shape = torch.Size((*self.units, *value.shape[axes:]))
+            values[name] = broadcast(name, value, shape).to(value.dtype).detach().clone()
+            if not limit.is_discrete:
+                transforms[name] = _transform(name, limit)
+            if axes == 0 or value.shape[axes - 1] == 1:  # the same for all states
+                alike.append(name)
         example = family(**values)
         self.event = tuple(example.event_shape)
         if example.batch_shape != self.units or len(self.event) > 1:
@@ -73,13 +82,11 @@ class Distribution(InputLayer):
                 f"family: expected batch shape {list(self.units)} and an event () or (d,), "
                 f"got {list(example.batch_shape)} and {list(example.event_shape)}"
             )
-        self.family, self.spread = family, spread
-        self.transforms = {name: _transform(name, limit) for name, limit in limits.items() if not limit.is_discrete}
+        self.family, self.spread, self.transforms, self._alike = family, spread, transforms, alike
         self._initial = {name: transform.inv(values[name]) for name, transform in self.transforms.items()}
         # copies, so that training leaves the values to which `reset_parameters` returns
         free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
         self.free = torch.nn.ParameterDict(free)
-        self._alike = [name for name, start in starts.items() if _shared(start, limits[name].event_dim)]
         self._fixed = [name for name in values if name not in self.free]
         for name in self._fixed:
             self.register_buffer(name, values[name])
@@ -119,18 +126,6 @@ class Distribution(InputLayer):
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
 
 
-def _limits(family: Any, limits: Mapping[str, Any] | None, initial: Mapping[str, Any]) -> dict[str, Any]:
-    """The constraint of each parameter: the given one, that of the class, or else any real number."""
-    if limits is None:
-        declared = getattr(family, "arg_constraints", None)
-        limits = declared if isinstance(declared, dict) else {}
-    elif unknown := limits.keys() - initial.keys():
-        raise ValueError(
-            f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(sorted(unknown))}"
-        )
-    return {name: limits.get(name, constraints.real) for name in initial}
-
-
 def _start(name: str, start: Any, limit: Any) -> Tensor:
     """An initial value as a floating tensor, after a check of its constraint."""
     value = torch.as_tensor(start)
@@ -141,11 +136,6 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
     if not bool(limit.check(value).all()):
         raise ValueError(f"{name}: expected {limit}, got {start}")
     return value
-
-
-def _shared(start: Tensor, event: int) -> bool:
-    """Whether an initial value, whose last `event` axes are those of the parameter, is the same for all states."""
-    return start.dim() == event or start.shape[-1 - event] == 1
 
 
 def _transform(name: str, limit: Any) -> Any:
