@@ -348,7 +348,7 @@ MUTANTS = [
            "torch.where(total >= 0, before + step", "tests/nn/test_em.py -k without_data"),
     Mutant("conditions are not divided", "logchain/nn/fitting.py", "value[rows] if _divided(value) else value",
            "value[: len(rows)] if _divided(value) else value", "tests/nn/test_fit.py -k expected_counts"),
-    Mutant("padding of covariates counts", "logchain/nn/potentials.py",
+    Mutant("padding of covariates counts", "logchain/nn/hmm.py",
            "fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])", "covariates",
            "tests/nn/test_hmm.py -k padding"),
     Mutant("stationary by the transposed matrix", "logchain/nn/stationary.py", "remaining[..., :k, k] / leaving",

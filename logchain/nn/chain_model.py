@@ -11,7 +11,7 @@ from .checks import check_mask, mask_of
 from .emissions.input_layer import InputLayer
 from .fitting import Fit, Optimiser, fit, frozen
 from .log_weights import LogWeights
-from .potentials import fill, over
+from .parameters import fill, over
 
 
 class ChainModel(torch.nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..adapters import ChainArguments
-from ..arguments import Lengths
+from ..arguments import Lengths, check_choice, check_tensor
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
@@ -17,13 +17,9 @@ from .checks import check_count
 from .emissions.input_layer import InputLayer
 from .emissions.named import named
 from .log_weights import LogWeights
-from .potentials import (
-    check_transitions,
-    over,
-    potentials,
-    stationary_start,
-    transitions,
-)
+from .parameters import arithmetic, fill, over
+from .stationary import stationary
+from .transitions.weights import TransitionWeights
 
 
 class Sample(NamedTuple):
@@ -105,7 +101,15 @@ class HMM(ChainModel):
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        check_transitions(initial, transition, num_steps)
+        check_choice("initial", initial, ("free", "stationary"))
+        if num_steps is not None:
+            check_count("num_steps", num_steps)
+            if initial == "stationary":
+                raise ValueError("initial: expected 'free' where each step has a separate matrix, got 'stationary'")
+            if transition is not None:
+                raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
+        if not isinstance(transition, torch.nn.Module | None):
+            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
         self.num_states, self.num_steps, self.stationary = num_states, num_steps, initial == "stationary"
         self.initial = LogWeights(num_states, generator=generator) if initial == "free" else None
         if transition is None:
@@ -147,13 +151,13 @@ class HMM(ChainModel):
         torch.Size([1])
         """
         data, known, ends = self._observations(data, observed, lengths)
-        x = potentials(self.emission, self.num_states, data, known, observed is not None)
+        x = self._potentials(data, known, "lengths" if observed is None else "observed")
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
-        bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
+        bulk = self._transitions(x.shape[:-2], x.shape[-2], ends, covariates)
         if self.initial is not None:
             return ChainArguments(x, bulk, self.initial(), True, ends)
-        p0 = stationary_start(bulk)
+        p0 = _stationary_start(bulk)
         weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
         return ChainArguments(x, weights, p0.to(bulk.dtype), False, ends)
 
@@ -287,11 +291,12 @@ class HMM(ChainModel):
         if not isinstance(emission, InputLayer):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
         check_count("num_steps", num_steps)
-        shape = num_steps, self.num_states
-        bulk = transitions(self.transition, shape, None, covariates, self.num_steps, any_batch=True)
+        if self.num_steps is not None and num_steps > self.num_steps:
+            raise ValueError(f"num_steps: expected at most {self.num_steps} steps, got {num_steps}")
+        bulk = self._transitions(None, num_steps, None, covariates)
         lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
         nothing = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
-        initial = stationary_start(bulk).log() if self.initial is None else self.initial()
+        initial = _stationary_start(bulk).log() if self.initial is None else self.initial()
         states = draw_paths(nothing, bulk, initial, num_samples, generator=generator, log_params=True)
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
@@ -302,6 +307,56 @@ class HMM(ChainModel):
     def _event_axes(self) -> int | None:
         layer = self.emission
         return len(layer.units) - 1 + len(layer.event) if isinstance(layer, InputLayer) else None
+
+    def _potentials(self, data: Tensor, known: Tensor | None, mask: str) -> Tensor:
+        """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where the mask, of that name, says that nothing is observed."""
+        if isinstance(self.emission, InputLayer):
+            x: Tensor = self.emission(data, known)  # (*B, v, *U, c)
+            return x.sum(-2) if len(self.emission.units) > 1 else x
+        x = self.emission(data)
+        check_tensor("emission", x, 2)
+        if x.shape[-1] != self.num_states:
+            raise ValueError(f"emission: expected log-potentials [..., v, {self.num_states}], got {list(x.shape)}")
+        if known is None:
+            return x
+        if x.shape[:-1] != known.shape:
+            expected = "those of" if mask == "lengths" else "shape"
+            expected += f" {list(x.shape[:-1])}, the steps that the emission module makes of the data"
+            raise ValueError(f"{mask}: expected {expected}, got {list(known.shape)}")
+        return torch.where(known[..., None], x, 0)
+
+    def _transitions(
+        self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None
+    ) -> Tensor | Transition:
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]` or a structure of such, for a batch B, or any if it is None."""
+        bulk: Tensor | Transition
+        if isinstance(self.transition, LogWeights | TransitionWeights):
+            if covariates is not None:
+                raise ValueError("covariates: expected None without a transition module")
+            if self.num_steps is not None and v > self.num_steps:
+                raise ValueError(f"data: expected at most {self.num_steps} steps, got {v}")
+            bulk = self.transition()
+            if self.num_steps is not None and isinstance(bulk, Tensor):
+                bulk = bulk[: v - 1]
+        else:
+            if (
+                covariates is not None
+                and ends is not None
+                and covariates.shape[: ends.dim() + 1] == (*ends.shape, v - 1)
+            ):
+                covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
+            bulk = self.transition(covariates)
+            if not isinstance(bulk, Transition):
+                check_tensor("transition", bulk, 3)
+                bulk = torch.log_softmax(arithmetic(bulk), -1)
+        shape = (*bulk.lead, bulk.states, bulk.states) if isinstance(bulk, Transition) else tuple(bulk.shape)
+        lead, steps = shape[:-3], shape[-3:-2]
+        batch = torch.Size(lead) if batch is None else batch
+        fits = len(lead) <= len(batch) and all(a in (1, b) for a, b in zip(lead[::-1], batch[::-1], strict=False))
+        if not fits or steps not in ((), (1,), (v - 1,)) or shape[-2:] != (self.num_states,) * 2:
+            expected = f"[{', '.join(map(str, (*batch, v - 1, *(self.num_states,) * 2)))}], or 1 for batch and steps"
+            raise ValueError(f"transition: expected shape {expected}, got {list(shape)}")
+        return bulk
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
@@ -330,3 +385,13 @@ class HMM(ChainModel):
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
+
+
+def _stationary_start(logs: Tensor | Transition) -> Tensor:
+    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
+    lead = logs.lead if isinstance(logs, Transition) else logs.shape[:-2]
+    if lead and lead[-1] != 1:
+        raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
+    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
+    # probabilities: the logarithm of a state that is never visited would have no gradient
+    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
