@@ -328,7 +328,7 @@ class HMM(ChainModel):
     def _transitions(
         self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None
     ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]` or a structure of such, for a batch B, or any if it is None."""
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, or a structure of such, for a batch B; None: for any."""
         bulk: Tensor | Transition
         if isinstance(self.transition, LogWeights | TransitionWeights):
             if covariates is not None:

@@ -61,11 +61,7 @@ CALLS = [
     (lambda: HMM(2, "normal"), ValueError, "emission: expected 'categorical' or"),
     (lambda: HMM(2, "categorical"), ValueError, "num_categories: expected an integer with emission='categorical'"),
     (lambda: HMM(2, Categorical(3, 4)), ValueError, r"emission: expected units \(2,\) or \(d, 2\), got \(3,\)"),
-    (
-        lambda: HMM(2, "poisson", prior_scatter=1.0),
-        ValueError,
-        "prior_scatter: .* num_features, prior_total, prior_count",
-    ),
+    (lambda: HMM(2, "poisson", prior_scatter=1.0), ValueError, "prior_scatter: .* prior_total, prior_count, got 1.0"),
     (lambda: HMM(2, "poisson", initial="stationary", num_steps=3), ValueError, "initial: expected 'free' where"),
     (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected a torch.nn.Module, got int"),
     (lambda: random_hmm().log_prob([[0, 1]]), TypeError, "data: expected a torch.Tensor, got list"),

@@ -61,11 +61,6 @@ class Mixture(InputLayer):
         # exactly 0 where nothing is observed: the weights sum to 1 but for rounding
         return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
 
-    def check(self, data: Tensor) -> Tensor:
-        """Data, after the checks of the components' layer."""
-        self.layer.check(super().check(data).unsqueeze(-1 - len(self.event)))
-        return data
-
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
         """Data filled as in the components' layer."""
         return self.layer.fill(data, known)
