@@ -64,7 +64,7 @@ class ChainCircuit(ChainModel):
         lengths: integers from 1 to v, of the shape of the first axes of B; variables after these are summed out.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: sizes do not go together.
 
     Cost: `t v c^2` multiply-adds a data point, or what a structure says, twice that for gradients, and the memory of

@@ -157,7 +157,7 @@ class ChainModel(torch.nn.Module):
     def _in_batch(self, data: Tensor, conditions: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Data and conditions with a batch axis: one is added to a single sequence, if the axes of an event are known.
 
-        Conditions of a wrong kind are refused by `log_prob`.
+        Conditions of another kind are refused by `log_prob`.
         """
         check_is_tensor("data", data)
         event_axes = self._event_axes()

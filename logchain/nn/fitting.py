@@ -96,7 +96,7 @@ def fit(
         A `Fit`; its `str` is a short report.
 
     Raises:
-        TypeError: an option is of the wrong kind.
+        TypeError: an option is of another kind.
         ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter has no
             maximum in closed form; or FSDP2 has sharded the model, which has to be fitted before.
         DegenerateError: in every start, a variance reaches 0, or the log-likelihood is not finite, as for data that are

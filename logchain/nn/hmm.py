@@ -62,11 +62,11 @@ class HMM(ChainModel):
     The methods take data `[*B, v, *event]`, such as `[n, v]` or `[v]`, and
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
             `InputLayer`, so are NaN entries of the data, and `[v]` serves all sequences.
-        lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
+        lengths: integers from 1 to v, of the shape of the first axes of B; steps after the end have no influence.
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: a choice is unknown, the emission has no such option, or sizes do not go together.
 
     Cost: that of the emission and of `logchain.product`.
@@ -140,7 +140,7 @@ class HMM(ChainModel):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> ChainArguments:
-        """The chain of given data, for functions such as `logchain.entropy`.
+        """The chain of the data, for functions such as `logchain.entropy`.
 
         Returns:
             `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
@@ -225,7 +225,7 @@ class HMM(ChainModel):
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
         Returns:
-            `Path(states, score)`: int64 `[*B, v]`, -1 behind a sequence's end, and `log p(data, states)` `[*B]`, nats.
+            `Path(states, score)`: int64 `[*B, v]`, -1 after a sequence's end, and `log p(data, states)` `[*B]`, nats.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
@@ -248,7 +248,7 @@ class HMM(ChainModel):
         """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
         Returns:
-            int64 `[num_samples, *B, v]`, -1 behind a sequence's end.
+            int64 `[num_samples, *B, v]`, -1 after a sequence's end.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
@@ -373,7 +373,7 @@ class HMM(ChainModel):
             TypeError: the model is another, or not fitted.
 
         >>> from types import SimpleNamespace
-        >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # stands for hmmlearn's
+        >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # in the place of hmmlearn's
         >>> model = PoissonHMM(n_components=1, startprob_=[1.0], transmat_=[[1.0]], lambdas_=[[3.5]])
         >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
         tensor([[3.5000]], dtype=torch.float64)

@@ -38,7 +38,7 @@ class LinearChainCRF(nn.Module):
         num_tags: number of tags, c.
         batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
         strict_mask: a mask that is off at the first step of a sequence is refused, as pytorch-crf does: often it is
-            upside down. With False sequences may begin behind masked positions, or be empty.
+            upside down. With False sequences may begin after masked positions, or be empty.
 
     Attributes:
         start_transitions: log-weights of the first tag `[c]`, nats.
@@ -52,7 +52,7 @@ class LinearChainCRF(nn.Module):
             emissions. -inf forbids a tag.
         mask: bool or integers, `[v, n]` or `[n, v]`: nonzero where a variable counts, the opposite of torch's
             `key_padding_mask`; by default everywhere. Masked positions are dropped and the others joined: padding may
-            stand behind, between (the pieces of a word) and, with `strict_mask=False`, in front (a classifier's first
+            be at the end, between (the pieces of a word) and, with `strict_mask=False`, in front (a classifier's first
             token). Masked values have no influence, not even NaN, and gradient 0. The log-likelihood and the
             log-partition of a sequence without variables are 0.
 
@@ -66,7 +66,7 @@ class LinearChainCRF(nn.Module):
     DataParallel gathers tensors: use `viterbi` there, not the lists of `decode`.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: sizes or devices do not go together, there is no tag or no step, a choice or a tag is out of range,
             or the first step of a mask is off.
         NotImplementedError: `torch.jit.script` or `torch.jit.trace` meets the layer.

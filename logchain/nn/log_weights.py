@@ -83,7 +83,7 @@ class LogWeights(torch.nn.Module):
         """Set the weights to probabilities.
 
         Args:
-            probabilities: `[*shape]` or what broadcasts to it; they are normalised.
+            probabilities: `[*shape]` or what broadcasts to it; they are normalized.
 
         Raises:
             ValueError: a number is negative, or a sum along the axis is 0 or not finite.
@@ -107,7 +107,7 @@ class LogWeights(torch.nn.Module):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the weights to normalised expected counts, with the prior's; where all counts are 0, they stay.
+        """Set the weights to normalized expected counts, with the prior's; where all counts are 0, they stay.
 
         Args:
             statistics: expected counts, float64 `[*shape]`.

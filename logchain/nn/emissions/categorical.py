@@ -28,7 +28,7 @@ class Categorical(InputLayer):
     Raises:
         ValueError: a value is no category (checked on a CPU), or shapes do not go together.
 
-    Cost: one pass over the result forward, two backward, for which nothing of its size is kept. The table is copied
+    Cost: one pass over the result forward, two backward, for which nothing of its size is saved. The table is copied
     once for every 4096 observations of a variable.
 
     >>> coins = Categorical(2, 2)

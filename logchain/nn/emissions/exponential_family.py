@@ -16,7 +16,7 @@ class ExponentialFamily(InputLayer):
     subclass implements `sufficient` for T, `natural` for eta, and `maximise`.
 
     Cost: with f sufficient statistics, f multiply-adds for each entry of the result, forward and backward, and a copy
-    of the result in float64; the statistics are kept for the backward pass.
+    of the result in float64; the statistics are saved for the backward pass.
     """
 
     # whether no natural parameter is -inf

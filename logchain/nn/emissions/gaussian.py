@@ -117,7 +117,7 @@ class Gaussian(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the means anew, standard normal; the variances are 1. See `InputLayer.reset_parameters`."""
+        """Draw the means again, standard normal; the variances are 1. See `InputLayer.reset_parameters`."""
         with torch.no_grad():
             self.means.normal_(generator=generator)
             (self.log_scales if self.factorised else self.factors).zero_()
@@ -226,10 +226,10 @@ class Gaussian(ExponentialFamily):
         count = count.expand(self._spread_units).reshape(*self._spread_units, *(1,) * len(self._spread_event))
         return self._pooled(scatter), self._pooled(count.expand_as(scatter))
 
-    def _first(self, wrong: Tensor) -> tuple[list[int], str]:
+    def _first(self, mask: Tensor) -> tuple[list[int], str]:
         """The index of the first unit for which a mask in the shape of the spread holds, and words for the feature."""
-        at = wrong.nonzero()[0].tolist()
-        of_features = self.event and self.covariance_kind != "spherical" and wrong.dim() > len(self.units)
+        at = mask.nonzero()[0].tolist()
+        of_features = self.event and self.covariance_kind != "spherical" and mask.dim() > len(self.units)
         return at[: len(self.units)], f", feature {at[-1]}" if of_features else ""
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:

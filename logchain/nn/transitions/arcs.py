@@ -29,7 +29,7 @@ class Banded(TransitionWeights):
     Call: `()` to the structure, with values `[*lead, bands, c]` in nats.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: an offset is out of range or occurs twice, or no band leads out of some state.
 
     Cost: `bands c` exponentials; in a chain, see `logchain.transitions.Banded`.
@@ -100,7 +100,7 @@ class Sparse(TransitionWeights):
     With the probability `q_d / (q_d + q_{d+1} + ...)` for leaving, the stay takes d steps with probability `q_d`.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: an index is out of range, a pair occurs twice, or no arc leads out of some state.
 
     Cost: `arcs` exponentials; in a chain, see `logchain.transitions.Sparse`.

@@ -31,7 +31,7 @@ class LowRank(TransitionWeights):
     Call: `()` to the structure, of logarithms. It has no best path: `logchain.viterbi` raises TypeError.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: a size is not positive.
 
     Cost: `2 c r` exponentials; in a chain, see `logchain.transitions.LowRank`.
