@@ -67,21 +67,8 @@ class ChainModel(torch.nn.Module):
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
-        Args:
-            data: see the class.
-            observed: see the class.
-            lengths: see the class.
-            covariates: see the class; of an `HMM`.
-            method: "em" or "gradient".
-            max_iterations: the largest number of passes over the data.
-            tolerance: nats; the fit ends with the first iteration that gains less.
-            batch_size: number of sequences that are computed at a time.
-            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
-            optimiser: for "gradient", a function of the list of parameters.
-            restarts: number of initialisations, of which the best fit is taken; 0 starts from the present parameters.
-                Of several, those that meet a `DegenerateError` are skipped with a `DegenerateWarning`.
-            generator: the source of randomness.
-            progress: show a progress bar (tqdm).
+        `observed`, `lengths` and, of an `HMM`, `covariates` are those of the class, the other options those of
+        `logchain.nn.fit`. By default the parameters are initialised first; `restarts=0` starts from the present ones.
 
         Returns:
             A `Fit`; its `str` is a short report.

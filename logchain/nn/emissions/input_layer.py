@@ -201,11 +201,10 @@ class InputLayer(torch.nn.Module):
         axes = [torch.arange(size, device=states.device) for size in self.units[:-1]]
         grid = torch.meshgrid(*axes, indexing="ij") if axes else ()
         distribution = self.distribution((*grid, states))
-        if generator is None:
-            return self._of_kind(distribution.sample(), distribution)
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        with torch.random.fork_rng(devices=[states.device] if states.device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        devices = [states.device] if states.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices, enabled=generator is not None):
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
             return self._of_kind(distribution.sample(), distribution)
 
     @torch.no_grad()

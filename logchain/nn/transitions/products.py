@@ -28,7 +28,7 @@ class LowRank(TransitionWeights):
         left: `LogWeights` `[*lead, c, r]`, or `[*lead, c, r + 1]` with the diagonal as the last one.
         right: `LogWeights` `[*lead, c, r]`, which sum to 1 over the states.
 
-    Call: `()` to the structure, of logarithms. It has no best path: `logchain.viterbi` raises TypeError.
+    It has no best path: `logchain.viterbi` raises TypeError.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -93,8 +93,6 @@ class BlockDiagonal(TransitionWeights):
     Attributes:
         blocks: `LogWeights` `[*lead, A, B, B]`.
 
-    Call: `()` to the structure, of logarithms.
-
     Raises:
         TypeError: a size is no integer.
         ValueError: a size is not positive.
@@ -135,8 +133,6 @@ class Kronecker(TransitionWeights):
 
     Attributes:
         factors: a `LogWeights` `[*lead, c_k, c_k]` for each part.
-
-    Call: `()` to the structure, of logarithms.
 
     Raises:
         TypeError: a size is no integer.
@@ -180,8 +176,6 @@ class Monarch(TransitionWeights):
     Attributes:
         left: `LogWeights` `[*lead, A, B, B']`.
         right: `LogWeights` `[*lead, B', A, A']`, with A' = c / B'.
-
-    Call: `()` to the structure, of logarithms.
 
     Raises:
         TypeError: a size is no integer.
