@@ -356,7 +356,7 @@ MUTANTS = [
     Mutant("sums over all arcs", "logchain/nn/transitions/weights.py",
            "return LINEAR.sum_at(weights, sources, self.num_states)[..., sources]",
            "return weights.sum(-1, keepdim=True)", "tests/nn/test_transitions.py -k em_step_of_arcs"),
-    Mutant("crf holes not joined", "logchain/nn/masked_sequences.py",
+    Mutant("crf holes not joined", "logchain/nn/linear_chain_crf.py",
            "order = inside.logical_not().argsort(dim=1, stable=True)", "order = inside.argsort(dim=1, stable=True)",
            "tests/nn/test_crf.py -k likelihood"),
     Mutant("circuit scale lost", "logchain/nn/chain_circuit.py",
