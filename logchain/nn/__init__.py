@@ -2,6 +2,7 @@
 
 from . import transitions
 from .chain_circuit import ChainCircuit, Completion
+from .chain_model import ChainModel
 from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step
 from .emissions import (
@@ -9,8 +10,6 @@ from .emissions import (
     Binomial,
     Categorical,
     Distribution,
-    ExponentialFamily,
-    Finite,
     Gaussian,
     InputLayer,
     Mixture,
@@ -28,12 +27,11 @@ __all__ = [
     "Binomial",
     "Categorical",
     "ChainCircuit",
+    "ChainModel",
     "Completion",
     "DegenerateError",
     "DegenerateWarning",
     "Distribution",
-    "ExponentialFamily",
-    "Finite",
     "Fit",
     "Gaussian",
     "InputLayer",

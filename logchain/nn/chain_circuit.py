@@ -1,21 +1,21 @@
 """The chain-shaped circuit: a mixture of chains of hidden states, one state for each variable."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_is_tensor
+from ..adapters import ChainArguments
+from ..arguments import Lengths, check_is_tensor
 from ..matmul import matmul
 from ..product import product
 from ..sample import sample
 from ..transitions import Transition
 from ..viterbi import viterbi
-from .checks import check_count, check_last_axes, expanded, mask_of
+from .chain_model import ChainModel
+from .checks import check_count, check_last_axes
 from .emissions.input_layer import InputLayer
-from .emissions.named import named_input
-from .fitting import Fit, Optimiser, fit, frozen
+from .emissions.named import named
 from .log_weights import LogWeights
 
 
@@ -35,7 +35,7 @@ class Completion(NamedTuple):
     log_prob: Tensor
 
 
-class ChainCircuit(torch.nn.Module):
+class ChainCircuit(ChainModel):
     r"""`p(data) = sum_r mixing_r sum_z p0_r(z_0) prod_i bulk_ri(z_{i-1}, z_i) prod_i p_ri(data_i | z_i)`.
 
     A mixture of t inhomogeneous hidden Markov models over v variables with c hidden states each. Every marginal and
@@ -59,11 +59,12 @@ class ChainCircuit(torch.nn.Module):
         p0: `LogWeights` `[t, c]`.
         mixing: `LogWeights` `[t]`.
 
-    Data are `[*B, v, *event]`; entries that are NaN, or False in `observed`, of the shape of the data, `[*B, v]` or
-    `[v]`, are summed out exactly.
+    The methods take data `[*B, v, *event]`, and
+        observed: bool, of the shape of the data, `[*B, v]` or `[v]`. False entries are summed out exactly, as NaN are.
+        lengths: integers from 1 to v, of the shape of the first axes of B; variables after these are summed out.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: sizes do not go together.
 
     Cost: `t v c^2` multiply-adds a data point, or what a structure says, twice that for gradients, and the memory of
@@ -114,7 +115,16 @@ class ChainCircuit(torch.nn.Module):
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states
         super().__init__()
-        self.input = named_input(input, (t, v, c), num_categories, total_count, generator)
+        for name, size in zip(("num_repetitions", "num_variables", "num_states"), (t, v, c), strict=True):
+            check_count(name, size)
+        names = "categorical", "bernoulli", "binomial", "gaussian"
+        options = {"num_categories": num_categories, "total_count": total_count}
+        layer = named("input", input, names, (t, v, c), options, generator)
+        if not isinstance(layer, InputLayer):
+            raise TypeError(f"input: expected a name or a logchain.nn.InputLayer, got {type(layer).__name__}")
+        if layer.units != (t, v, c):
+            raise ValueError(f"input: expected units {[t, v, c]}, got {list(layer.units)}")
+        self.input = layer
         self.mixing = LogWeights(t, generator=generator)
         if not isinstance(transition, torch.nn.Module | None):
             raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
@@ -127,24 +137,19 @@ class ChainCircuit(torch.nn.Module):
         t, v, c = self.input.units
         return t, v, c
 
-    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """The result of `log_prob`, for wrappers such as DistributedDataParallel, which call `forward`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
+    def arguments(
+        self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None
+    ) -> ChainArguments:
+        """The chains of all repetitions, for functions such as `logchain.entropy`.
 
         Returns:
-            nats `[*B]`.
+            `x` `[*B, t, v, c]` in nats, `bulk` `[t, v-1, c, c]` and `p0` `[t, c]` as probabilities.
         """
-        return self.log_prob(data, observed)
+        data, known, _ = self._observations(data, observed, lengths)
+        return ChainArguments(self.input(data, known), *self._weights())
 
-    def log_prob(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+    def log_prob(self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None) -> Tensor:
         """`log p(data)` of the observed variables.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
 
         Returns:
             nats `[*B]`, of the dtype of the input layer's result; sums over variables are float64.
@@ -153,16 +158,14 @@ class ChainCircuit(torch.nn.Module):
         >>> circuit.log_prob(torch.tensor([[0, 1, 1], [0, 0, 1]])).shape
         torch.Size([2])
         """
-        x = self._weigh(data, observed)
+        chain = self.arguments(data, observed, lengths=lengths)
         # a copy: a view would lose the hooks that FSDP2 puts on what `forward` returns
-        return self._mixed(self._components(x)).to(x.dtype, copy=True)
+        return self._mixed(self._components(chain)).to(chain.x.dtype, copy=True)
 
-    def posterior(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+    forward = log_prob
+
+    def posterior(self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None) -> Tensor:
         """`p(repetition, state of variable i | data)`, a derivative of `log_prob`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
 
         Returns:
             `[*B, t, v, c]`. It sums to 1 over the repetitions and states of each variable, to 0 for impossible data.
@@ -174,15 +177,12 @@ class ChainCircuit(torch.nn.Module):
                  [0., 1.],
                  [1., 0.]]])
         """
-        return self._posterior(data, observed)[0]
+        chain = self.arguments(data, observed, lengths=lengths)
+        return self._posterior(chain)[0]
 
     @torch.no_grad()
-    def conditionals(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+    def conditionals(self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None) -> Tensor:
         """`p(value of variable i | data)` for variables with K values; 0 or 1 for observed ones.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
 
         Returns:
             `[*B, v, K]`.
@@ -201,23 +201,20 @@ class ChainCircuit(torch.nn.Module):
                 [0.1098, 0.8902]])
         """
         shares = self.input.log_probabilities().exp()  # (t, v, c, K)
-        posterior, log_prob = self._posterior(data, observed)
+        chain = self.arguments(data, observed, lengths=lengths)
+        posterior, log_prob = self._posterior(chain)
         self._check_possible(log_prob)
         probabilities = torch.einsum("...tvc,tvck->...vk", posterior, shares.to(posterior))
-        data, known = self._known(data, observed)
+        data, known = self._known(data, observed, lengths)
         values = torch.arange(shares.shape[-1], device=data.device)
         return torch.where(known[..., None], (data[..., None] == values).to(probabilities), probabilities)
 
     @torch.no_grad()
-    def mpe(self, data: Tensor, observed: Tensor | None = None) -> Completion:
+    def mpe(self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None) -> Completion:
         """The most probable explanation: the maximum of `p(data, repetition, states)` given the observed variables.
 
         The maximum of `p(data)`, with the hidden units summed out, may be another one, and is hard to find. Completed
         values are modes of the input layer: for continuous variables those of the density, for a `Mixture` approximate.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
 
         Returns:
             `Completion(data, repetition, states, log_prob)`.
@@ -233,12 +230,13 @@ class ChainCircuit(torch.nn.Module):
         """
         v = self.units[1]
         values, best = self.input.mode()  # (t, v, c, *event), (t, v, c)
-        x = self._weigh(data, observed)
-        data, known = self._known(data, observed)
+        chain = self.arguments(data, observed, lengths=lengths)
+        data, known = self._known(data, observed, lengths)
         whole = known.all(-1) if self.input.event else known
         if self.input.event and bool((known.any(-1) != whole).any()):
             raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
-        path = viterbi(torch.where(whole[..., None, :, None], x, best.to(x)), *self._weights())
+        x = torch.where(whole[..., None, :, None], chain.x, best.to(chain.x))
+        path = viterbi(x, chain.bulk, chain.p0)
         score, repetition = (path.score + self.mixing()).max(-1)
         self._check_possible(score)
         states = _of_repetition(path.states, repetition, 0)
@@ -250,17 +248,14 @@ class ChainCircuit(torch.nn.Module):
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws of all variables.
 
-        Args:
-            num_samples: the number of draws.
-            generator: the source of randomness.
-
         Returns:
             `[num_samples, v, *event]`.
 
         >>> ChainCircuit(3, 2, num_categories=2).sample(5).shape
         torch.Size([5, 3])
         """
-        return self._draw(self.mixing().new_zeros(self.units), num_samples, generator)
+        nothing = self.mixing().new_zeros(self.units)
+        return self._draw(ChainArguments(nothing, *self._weights()), num_samples, generator)
 
     @torch.no_grad()
     def sample_conditional(
@@ -269,14 +264,10 @@ class ChainCircuit(torch.nn.Module):
         observed: Tensor | None = None,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
+        *,
+        lengths: Lengths | None = None,
     ) -> Tensor:
-        """Independent, exact draws given the observed variables, which stay as they are.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
-            num_samples: the number of draws for each of B.
-            generator: the source of randomness.
+        """Independent, exact draws given the observed variables, which stay as they are; `num_samples` for each of B.
 
         Returns:
             `[num_samples, *B, v, *event]`.
@@ -291,100 +282,22 @@ class ChainCircuit(torch.nn.Module):
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
         """
-        x = self._weigh(data, observed)
-        data, known = self._known(data, observed)
-        return torch.where(known, data, self._draw(x, num_samples, generator))
-
-    def initialise(
-        self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        """Draw trained parameters again: weights uniformly over the simplex, the input layer's at places in the data.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool of the same shape or `[*B, v]`.
-            generator: the source of randomness.
-
-        >>> circuit = ChainCircuit(1, 2, input="gaussian")
-        >>> circuit.initialise(torch.tensor([[1.0], [1.0], [5.0]]))
-        >>> circuit.input.means.detach().flatten().sort().values
-        tensor([1., 5.])
-        """
-        inputs = set(self.input.modules())
-        with frozen(self):
-            for part in self.modules():
-                if isinstance(part, LogWeights) and part not in inputs:
-                    part.reset_parameters(generator)
-            if any(parameter.requires_grad for parameter in self.input.parameters()):
-                self.input.initialise(*self._shared(data, observed), generator=generator)
-
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        observed: Tensor | None = None,
-        method: Literal["em", "gradient"] = "em",
-        max_iterations: int = 100,
-        tolerance: float = 1e-2,
-        batch_size: int | None = None,
-        step: float | Callable[[int], float] | None = None,
-        optimiser: Optimiser | None = None,
-        restarts: int = 1,
-        generator: torch.Generator | None = None,
-        progress: bool = False,
-    ) -> Fit:
-        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
-
-        Args:
-            data: `[n, v, *event]`.
-            observed: bool of the same shape or `[n, v]`.
-            method: "em" or "gradient".
-            max_iterations: the largest number of passes over the data.
-            tolerance: nats; the fit ends with the first iteration that gains less.
-            batch_size: number of sequences that are computed at a time.
-            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
-            optimiser: for "gradient", a function of the list of parameters.
-            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
-            generator: the source of randomness.
-            progress: show a progress bar (tqdm).
-
-        Returns:
-            A `Fit`; its `str` is a short report.
-
-        >>> circuit = ChainCircuit(2, 2, num_categories=2)
-        >>> report = circuit.fit(torch.tensor([[0, 0], [0, 0], [1, 1]]), generator=torch.Generator().manual_seed(0))
-        >>> report.log_likelihood > report.history[0]
-        True
-        """
-        if isinstance(data, Tensor) and isinstance(observed, Tensor):
-            observed = expanded(observed, data.shape[: data.dim() - len(self.input.event)])
-        return fit(
-            self,
-            data,
-            conditions={"observed": observed},
-            method=method,
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            batch_size=batch_size,
-            step=step,
-            optimiser=optimiser,
-            restarts=restarts,
-            generator=generator,
-            progress=progress,
-        )
+        chain = self.arguments(data, observed, lengths=lengths)
+        data, known = self._known(data, observed, lengths)
+        return torch.where(known, data, self._draw(chain, num_samples, generator))
 
     def extra_repr(self) -> str:
         """Sizes."""
         t, v, c = self.units
         return f"num_variables={v}, num_states={c}, num_repetitions={t}"
 
-    def _components(self, x: Tensor) -> Tensor:
-        """`log p_r(data)` of each repetition, float64 `[*B, t]`, of log-densities `[*B, t, v, c]`."""
+    def _components(self, chain: ChainArguments) -> Tensor:
+        """`log p_r(data)` of each repetition, float64 `[*B, t]`."""
         # what all states have in common is summed in float64: in float32 it would hide the repetitions' difference
-        top = x.detach().amax(-1, keepdim=True)
+        top = chain.x.detach().amax(-1, keepdim=True)
         # a variable with -inf alone is not shifted
         top = torch.where(top == -torch.inf, 0.0, top)
-        return product(x - top, *self._weights()).double() + top.double().sum((-2, -1))
+        return product(chain.x - top, chain.bulk, chain.p0).double() + top.double().sum((-2, -1))
 
     def _weights(self) -> tuple[Any, Tensor]:
         # probabilities: from logarithms the product would take exponentials in each of its passes
@@ -395,44 +308,46 @@ class ChainCircuit(torch.nn.Module):
         # in float64: for long data the difference between repetitions is small compared with their log-likelihoods
         return matmul(components[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
 
-    def _posterior(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            x = self._weigh(data, observed)
+    def _posterior(self, chain: ChainArguments) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
-            log_prob = self._mixed(self._components(x.requires_grad_()))
+            x = chain.x.detach().requires_grad_()
+            log_prob = self._mixed(self._components(chain._replace(x=x)))
             return torch.autograd.grad(log_prob.sum(), x)[0], log_prob.detach()
 
-    def _weigh(self, data: Tensor, observed: Tensor | None) -> Tensor:
-        """The input layer's log-densities `[*B, t, v, c]`."""
-        log_densities: Tensor = self.input(*self._shared(data, observed))
-        return log_densities
-
-    def _known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _known(self, data: Tensor, observed: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
         """Data with fillers where nothing is observed, and a mask of their shape, True where observed."""
         axis = -2 - len(self.input.event)
-        filled, known = self.input.known(*self._shared(data, observed))
+        data, known, _ = self._observations(data, observed, lengths)
+        filled, known = self.input.known(data, known)
         known = torch.ones_like(filled, dtype=torch.bool) if known is None else known
         return filled.squeeze(axis), known.squeeze(axis)
 
-    def _shared(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _emission(self) -> torch.nn.Module:
+        return self.input
+
+    def _event_axes(self) -> int:
+        return len(self.input.event)
+
+    def _observations(
+        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Data and mask, checked, with an axis of size 1 for the repetitions."""
         check_is_tensor("data", data)
-        check_dense("data", data)
         wanted = (self.units[1], *self.input.event)
         check_last_axes("data", data, wanted)
-        if observed is not None:
-            variables = data.shape[: data.dim() - len(self.input.event)]
-            observed = mask_of(observed, data.shape, variables).unsqueeze(len(variables) - 1)
-        return data.unsqueeze(-1 - len(wanted)), observed
+        data, known, ends = super()._observations(data, observed, lengths)
+        axis = -1 - len(wanted)
+        return data.unsqueeze(axis), None if known is None else known.unsqueeze(axis), ends
 
-    def _draw(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
+    def _draw(self, chain: ChainArguments, num_samples: int, generator: torch.Generator | None) -> Tensor:
         check_count("num_samples", num_samples)
-        joint = self._components(x) + self.mixing()  # (*B, t)
+        joint = self._components(chain) + self.mixing()  # (*B, t)
         self._check_possible(joint.amax(-1))
         shares = torch.softmax(joint, -1).reshape(-1, joint.shape[-1])
         drawn = torch.multinomial(shares, num_samples, replacement=True, generator=generator)
         repetition = drawn.T.reshape(num_samples, *joint.shape[:-1])
-        values = self.input.draw(sample(x, *self._weights(), num_samples, generator=generator), generator)
+        states = sample(chain.x, chain.bulk, chain.p0, num_samples, generator=generator)
+        values = self.input.draw(states, generator)
         return _of_repetition(values, repetition, len(self.input.event))
 
     @staticmethod

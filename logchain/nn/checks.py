@@ -53,13 +53,6 @@ def check_step(step: float) -> None:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")
 
 
-def check_amount(name: str, value: float) -> None:
-    """Check for a finite, non-negative number."""
-    check_number(name, value)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}: expected a number from 0 on, got {value!r}")
-
-
 def check_prior(name: str, value: float | Tensor, shape: tuple[int, ...], *, signed: bool = False) -> None:
     """Check for a finite number or a tensor of them that broadcasts to a shape; non-negative unless `signed`."""
     if not isinstance(value, Tensor):
@@ -84,11 +77,6 @@ def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
 def mask_of(observed: Tensor, shape: torch.Size, variables: torch.Size) -> Tensor:
     """A bool mask of the shape of data, or of `variables` [*B, v]; one of [v] is expanded to that."""
     check_mask(observed, shape, variables, variables[-1:])
-    return expanded(observed, variables)
-
-
-def expanded(observed: Tensor, variables: torch.Size) -> Tensor:
-    """A mask, expanded from [v] to `variables` [*B, v]."""
     return observed.expand(variables) if observed.shape == variables[-1:] else observed
 
 

@@ -24,9 +24,6 @@ class Part(Protocol):
         """Take the parameters of the largest expected log-likelihood, or move the mean parameters `step` of the way."""
 
 
-Statistics = dict[Part, Tensor]
-
-
 def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of a model that expectation maximisation fits: each `Part` all of whose parameters are trained."""
     parts = [part for part in model.modules() if isinstance(part, Part)]
@@ -34,14 +31,12 @@ def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def expected_statistics(
-    model: torch.nn.Module, log_likelihood: Callable[[], Tensor], before: Statistics | None = None
-) -> tuple[Tensor, Statistics]:
-    r"""The E step: the expected sufficient statistics `E[T]` of every part, by one forward and one backward pass.
+    model: torch.nn.Module, log_likelihood: Callable[[], Tensor]
+) -> tuple[Tensor, list[tuple[Part, Tensor]]]:
+    r"""The log-likelihood, and the expected sufficient statistics `E[T]` of every call of a part: the E step.
 
-    `log_likelihood` computes that of a batch, a scalar, by calling parts of the model; `before` are statistics of
-    earlier batches, to which these are added. The derivative of the log-likelihood by a log-weight is the flow of that
-    weight: how often it is expected to be used. Each part turns its flows into statistics, so that no model needs
-    formulas of its own. Returns the log-likelihood, and the statistics of each part that was called.
+    `log_likelihood` computes that of a batch, a scalar, by calling parts of the model. Its derivative by a log-weight
+    is the flow of that weight, by one forward and one backward pass. Each part turns its flows into statistics.
 
     Source: A. Darwiche, "A differential approach to inference in Bayesian networks", J. ACM 50 (2003).
     """
@@ -59,21 +54,14 @@ def expected_statistics(
     finally:
         for handle in handles:
             handle.remove()
-    if not used:
-        return total.detach(), before or {}
-    flows = torch.autograd.grad(total, [output for *_, output in used], materialize_grads=True)
-    sums = dict(before or {})
+    outputs = [output for *_, output in used]
+    flows = torch.autograd.grad(total, outputs, materialize_grads=True) if used else ()
     with torch.no_grad():
-        for (part, inputs, named, _), flow in zip(used, flows, strict=True):
-            statistics = part.statistics(flow, *inputs, **named)
-            sums[part] = sums[part] + statistics if part in sums else statistics
-    return total.detach(), sums
-
-
-def maximise(statistics: Statistics, step: float = 1.0) -> None:
-    """The M step: `maximise` of each part."""
-    for part, expected in statistics.items():
-        part.maximise(expected, step)
+        statistics = [
+            (part, part.statistics(flow, *inputs, **named))
+            for (part, inputs, named, _), flow in zip(used, flows, strict=True)
+        ]
+    return total.detach(), statistics
 
 
 def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
@@ -102,12 +90,15 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     """
     check_step(step)
     check_differentiable("em_step")
-    total: Tensor | None = None
-    statistics: Statistics = {}
+    totals: list[Tensor] = []
+    sums: dict[Part, Tensor] = {}
     for log_likelihood in log_likelihoods:
-        reached, statistics = expected_statistics(model, log_likelihood, statistics)
-        total = reached if total is None else total + reached
-    if total is None:
+        total, statistics = expected_statistics(model, log_likelihood)
+        totals.append(total)
+        for part, expected in statistics:
+            sums[part] = sums[part] + expected if part in sums else expected
+    if not totals:
         raise ValueError("log_likelihoods: expected at least one batch, got none")
-    maximise(statistics, step)
-    return total
+    for part, expected in sums.items():
+        part.maximise(expected, step)
+    return sum(totals[1:], totals[0])

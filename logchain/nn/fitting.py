@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
@@ -27,8 +28,8 @@ class Fit(NamedTuple):
             between which the parameters changed.
         iterations: their number.
         converged: whether the last iteration gained less than the tolerance.
-        starts: the final log-likelihood of each start that was not set aside.
-        set_aside: the number of starts that met a `DegenerateError`.
+        starts: the final log-likelihood of each start that did not fail.
+        set_aside: the number of starts that met a `DegenerateError` and were skipped.
     """
 
     log_likelihood: float
@@ -47,7 +48,7 @@ class Fit(NamedTuple):
             f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}",
         ]
         if len(self.starts) + self.set_aside > 1:
-            aside = f"; {self.set_aside} set aside" if self.set_aside else ""
+            aside = f"; {self.set_aside} skipped" if self.set_aside else ""
             starts = ", ".join(f"{start:.4f}" for start in self.starts)
             lines.append(f"best of {len(self.starts)} starts: {starts}{aside}")
         return "\n".join(lines)
@@ -57,7 +58,7 @@ def fit(
     model: torch.nn.Module,
     data: Tensor,
     *,
-    conditions: Mapping[str, Tensor | None] | None = None,
+    conditions: Mapping[str, Any] | None = None,
     method: Literal["em", "gradient"] = "em",
     max_iterations: int = 100,
     tolerance: float = 1e-2,
@@ -85,8 +86,8 @@ def fit(
         step: makes the batches of "em" mini-batches, in random order: after each, the mean parameters move this part of
             the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
         optimiser: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
-        restarts: number of times to start from `model.initialise(data, generator=..., **conditions)`; the parameters of
-            the best fit are kept. Of several, a start that meets a `DegenerateError` is set aside: a variance that
+        restarts: number of times to start from `model.initialise(data, generator=..., **conditions)`; the best fit is
+            taken. Of several, a start that meets a `DegenerateError` is skipped: a variance that
             reaches 0, or a log-likelihood that is not finite. 0 starts from the present parameters.
         generator: the source of randomness for the order of batches and for `initialise`.
         progress: show a progress bar (tqdm) of the iterations.
@@ -95,7 +96,7 @@ def fit(
         A `Fit`; its `str` is a short report.
 
     Raises:
-        TypeError: an option is of the wrong kind.
+        TypeError: an option is of another kind.
         ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter has no
             maximum in closed form; or FSDP2 has sharded the model, which has to be fitted before.
         DegenerateError: in every start, a variance reaches 0, or the log-likelihood is not finite, as for data that are
@@ -104,7 +105,7 @@ def fit(
         ImportError: `progress` is given, and tqdm is not installed.
 
     Warns:
-        DegenerateWarning: starts were set aside, for what each of them met.
+        DegenerateWarning: starts were skipped, for what each of them met.
 
     A probability that expectation maximisation has taken to 0 stays 0, under "gradient" too. The `prior_count` of
     `LogWeights` keeps it above; "gradient" from a start without zeros never reaches 0.
@@ -124,48 +125,44 @@ def fit(
     tensor([3.5000])
     """
     run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimiser, generator)
-
     check_unsharded(model)
     check_differentiable("fit")
-    check_choice("method", method, ("em", "gradient"))
-    check_is_tensor("data", data)
-    check_has_values("data", data)
-    if not data.dim():
-        raise ValueError("data: expected shape [n, ...], got []")
     check_number("tolerance", tolerance)
     check_flag("progress", progress)
-    _check_options(run, max_iterations, restarts)
+    check_count("max_iterations", max_iterations, least=0)
+    check_count("restarts", restarts, least=0)
+    run.check()
+    if restarts and not hasattr(model, "initialise"):
+        raise TypeError(f"restarts: expected 0 for {type(model).__name__}, which has no `initialise`")
     if progress:
         check_progress()
-    best: tuple[Fit, dict[str, Tensor]] | None = None
-    reached: list[float] = []
-    aside: list[tuple[int, DegenerateError]] = []
+    fits: list[Fit] = []
+    failed: dict[int, DegenerateError] = {}
+    best: dict[str, Tensor] = {}
     for start in range(1, max(1, restarts) + 1):
         if restarts:
-            initialise: Any = model.initialise
-            initialise(data, generator=generator, **run.conditions)
+            run.model.initialise(data, generator=generator, **run.conditions)
         title = f"start {start} of {restarts}" if restarts > 1 else "fit"
         try:
             outcome = _one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance)
         except DegenerateError as error:
-            aside.append((start, error))
+            failed[start] = error
             continue
-        reached.append(outcome.log_likelihood)
-        if best is None or outcome.log_likelihood > best[0].log_likelihood:
-            best = outcome, {name: value.detach().clone() for name, value in model.state_dict().items()}
-    if best is None:
-        first = aside[0][1]
-        if restarts < 2:
-            raise first
-        raise DegenerateError(f"{first} (start 1 of {restarts}, all of which were set aside)") from first
-    if aside:
-        reasons = [f"start {start}: {error.found}" for start, error in aside]
-        advice = dict.fromkeys(error.advice for _, error in aside)
-        text = "; ".join((f"fit: set aside {len(aside)} of {restarts} starts", *reasons, *advice))
+        fits.append(outcome)
+        if restarts > 1 and outcome.log_likelihood >= max(outcome.log_likelihood for outcome in fits):
+            best = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if not fits and restarts < 2:
+        raise failed[1]
+    if not fits:
+        raise DegenerateError(f"{failed[1]} (start 1 of {restarts}, all of which failed)") from failed[1]
+    if failed:
+        reasons = (f"start {start}: {error}" for start, error in failed.items())
+        text = "; ".join((f"fit: skipped {len(failed)} of {restarts} starts", *reasons))
         warn(text, DegenerateWarning, stacklevel=2)
-    if restarts > 1:
-        model.load_state_dict(best[1])
-    return best[0]._replace(starts=tuple(reached), set_aside=len(aside))
+    if best:
+        model.load_state_dict(best)
+    starts = tuple(outcome.log_likelihood for outcome in fits)
+    return fits[starts.index(max(starts))]._replace(starts=starts, set_aside=len(failed))
 
 
 @contextmanager
@@ -177,11 +174,6 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
     with torch.no_grad():
         for parameter, value in before:
             parameter.copy_(value)
-
-
-def _divided(condition: object) -> bool:
-    """Whether a condition has a first axis, which is that of the sequences."""
-    return isinstance(condition, Tensor) and condition.dim() > 0
 
 
 class _Run(NamedTuple):
@@ -221,13 +213,55 @@ class _Run(NamedTuple):
         log_likelihoods: Tensor = self.model.log_prob(data, **conditions)
         return log_likelihoods.double().sum()
 
+    def check(self) -> None:
+        """Check the data and the options, and that they go together."""
+        check_choice("method", self.method, ("em", "gradient"))
+        check_is_tensor("data", self.data)
+        check_has_values("data", self.data)
+        if not self.data.dim():
+            raise ValueError("data: expected shape [n, ...], got []")
+        if not len(self.data):
+            raise ValueError("data: expected at least one sequence, got none")
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+            for name, value in self.conditions.items():
+                if _divided(value) and len(value) != len(self.data):
+                    expected = f"{len(self.data)} along the first axis, as the data"
+                    raise ValueError(f"{name}: expected {expected}, got {len(value)}")
+        if self.step is not None and not callable(self.step):
+            check_step(self.step)
+        if self.optimiser is not None and not callable(self.optimiser):
+            raise TypeError(f"optimiser: expected a function of the parameters, got {self.optimiser!r}")
+        trained = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
+        if self.method == "em":
+            if self.optimiser is not None:
+                raise ValueError("optimiser: expected None with method 'em'")
+            closed = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
+            if names := [name for name, parameter in trained.items() if id(parameter) not in closed]:
+                expected = "'gradient' for parameters without a maximum in closed form"
+                raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")
+            return
+        if not trained:
+            raise ValueError("model: expected trained parameters with method 'gradient', got none")
+        if self.step is not None:
+            raise ValueError("step: expected None with method 'gradient', whose optimiser has one")
+        if not self.optimiser and not self.moving and any(part.dtype == torch.float16 for part in trained.values()):
+            raise ValueError("optimiser: expected one for parameters in float16, in which L-BFGS overflows, got None")
+
+
+def _divided(condition: object) -> bool:
+    """Whether a condition has a first axis, which is that of the sequences."""
+    return isinstance(condition, Tensor) and condition.dim() > 0
+
 
 def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
     advance = _em(run) if run.method == "em" else _gradient(run)
     history: list[float] = []
     converged = False
     for _ in iterations:
-        history.append(_finite(advance()))
+        batches = run.batches()
+        parts = ([batch] for batch in batches) if run.moving else [batches]
+        history.append(_finite(sum((advance(part) for part in parts), torch.zeros(()))))
         if not run.moving and len(history) > 1 and history[-1] - history[-2] < tolerance:
             converged = True
             break
@@ -236,25 +270,22 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
     return Fit(history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
 
-def _em(run: _Run) -> Callable[[], Tensor]:
-    """A function that does one iteration of EM and returns the log-likelihood before it."""
-    batches_before = 0
+Advance = Callable[[Iterable[Callable[[], Tensor]]], Tensor]
 
-    def advance() -> Tensor:
-        nonlocal batches_before
-        if run.step is None:
-            return em_step(run.model, run.batches())
-        total = torch.zeros(())
-        for batch in run.batches():
-            total = total + em_step(run.model, [batch], run.step(batches_before) if callable(run.step) else run.step)
-            batches_before += 1
-        return total
+
+def _em(run: _Run) -> Advance:
+    """A function that does a step of EM for some batches and returns their log-likelihood before it."""
+    numbers = count()
+
+    def advance(batches: Iterable[Callable[[], Tensor]]) -> Tensor:
+        step = run.step(next(numbers)) if callable(run.step) else run.step
+        return em_step(run.model, batches, 1.0 if step is None else step)
 
     return advance
 
 
-def _gradient(run: _Run) -> Callable[[], Tensor]:
-    """A function that does one iteration of the optimiser and returns the log-likelihood before it."""
+def _gradient(run: _Run) -> Advance:
+    """A function that does a step of the optimiser for one batch and returns its log-likelihood before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
     optimiser: Any = (run.optimiser or (adam if run.moving else lbfgs))(parameters)
@@ -263,18 +294,17 @@ def _gradient(run: _Run) -> Callable[[], Tensor]:
     # the loss is a mean over sequences, so that a learning rate suits any number of them
     scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
-    def advance() -> Tensor:
-        total = torch.zeros(())
-        for batch in run.batches():
+    def advance(batches: Iterable[Callable[[], Tensor]]) -> Tensor:
+        (batch,) = batches
 
-            def closure(batch: Callable[[], Tensor] = batch) -> Tensor:
-                optimiser.zero_grad()
-                loss = -batch() * scale
-                loss.backward()
-                return loss
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            loss = -batch() * scale
+            loss.backward()
+            return loss
 
-            total = total - optimiser.step(closure).detach() / scale
-        return total
+        loss: Tensor = optimiser.step(closure)
+        return -loss.detach() / scale
 
     return advance
 
@@ -282,46 +312,5 @@ def _gradient(run: _Run) -> Callable[[], Tensor]:
 def _finite(total: Tensor) -> float:
     value = total.item()
     if not -float("inf") < value < float("inf"):
-        raise DegenerateError(f"data: expected a finite log-likelihood, got {value}", "see `log_prob` of each sequence")
+        raise DegenerateError(f"data: expected a finite log-likelihood, got {value}: see `log_prob` of each sequence")
     return value
-
-
-def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
-    check_count("max_iterations", max_iterations, least=0)
-    check_count("restarts", restarts, least=0)
-    if run.batch_size is not None:
-        check_count("batch_size", run.batch_size)
-        for name, value in run.conditions.items():
-            if _divided(value) and len(value) != len(run.data):
-                raise ValueError(
-                    f"{name}: expected {len(run.data)} along the first axis, as the data, got {len(value)}"
-                )
-    if run.step is not None and not callable(run.step):
-        check_step(run.step)
-    if run.optimiser is not None and not callable(run.optimiser):
-        raise TypeError(f"optimiser: expected a function of the parameters, got {run.optimiser!r}")
-    if run.method == "em" and run.optimiser is not None:
-        raise ValueError("optimiser: expected None with method 'em'")
-    if run.method == "gradient" and not any(parameter.requires_grad for parameter in run.model.parameters()):
-        raise ValueError("model: expected trained parameters with method 'gradient', got none")
-    if run.method == "gradient" and not run.optimiser and not run.moving:
-        if any(parameter.dtype == torch.float16 for parameter in run.model.parameters()):
-            raise ValueError("optimiser: expected one for parameters in float16, in which L-BFGS overflows, got None")
-    if run.method == "gradient" and run.step is not None:
-        raise ValueError("step: expected None with method 'gradient', whose optimiser has one")
-    if restarts and not hasattr(run.model, "initialise"):
-        raise TypeError(f"restarts: expected 0 for {type(run.model).__name__}, which has no `initialise`")
-    if not len(run.data):
-        raise ValueError("data: expected at least one sequence, got none")
-    if run.method == "em":
-        _check_closed(run.model)
-
-
-def _check_closed(model: torch.nn.Module) -> None:
-    """Check that each trained parameter belongs to a `Part` all of whose parameters are trained."""
-    closed = {id(parameter) for part in trained_parts(model) for parameter in part.parameters()}
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = [name for name, parameter in trained if id(parameter) not in closed]
-    if names:
-        expected = "'gradient' for parameters without a maximum in closed form"
-        raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")

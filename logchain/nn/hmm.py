@@ -1,33 +1,24 @@
 """Hidden Markov models with trained parameters."""
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..adapters import ChainArguments
-from ..arguments import Lengths
+from ..arguments import Lengths, check_choice, check_tensor
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
 from ..transitions import Transition
 from ..viterbi import Path, viterbi
+from .chain_model import ChainModel
 from .checks import check_count
 from .emissions.input_layer import InputLayer
-from .emissions.named import emission_of
-from .fitting import Fit, Optimiser, fit, frozen
+from .emissions.named import named
 from .log_weights import LogWeights
-from .potentials import (
-    check_transitions,
-    fill,
-    in_batch,
-    over,
-    potentials,
-    stationary_start,
-    transitions,
-    where_known,
-)
+from .parameters import arithmetic, fill, over
+from .stationary import stationary
 from .transitions.weights import TransitionWeights
 
 
@@ -43,7 +34,7 @@ class Sample(NamedTuple):
     data: Tensor
 
 
-class HMM(torch.nn.Module):
+class HMM(ChainModel):
     r"""`p(data) = sum_z p(z_0) prod_i P_i(z_{i-1}, z_i) prod_i p(data_i | z_i)` over paths `z` of hidden states.
 
     Args:
@@ -71,12 +62,12 @@ class HMM(torch.nn.Module):
     The methods take data `[*B, v, *event]`, such as `[n, v]` or `[v]`, and
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
             `InputLayer`, so are NaN entries of the data, and `[v]` serves all sequences.
-        lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
+        lengths: integers from 1 to v, of the shape of the first axes of B; steps after the end have no influence.
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
 
     Raises:
-        TypeError: an argument is of the wrong kind, or the emission has no such prior.
-        ValueError: a choice is unknown, or sizes do not go together.
+        TypeError: an argument is of another kind.
+        ValueError: a choice is unknown, the emission has no such option, or sizes do not go together.
 
     Cost: that of the emission and of `logchain.product`.
 
@@ -110,38 +101,46 @@ class HMM(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        check_transitions(initial, transition, num_steps)
-        self.num_states, self.num_steps = num_states, num_steps
+        check_choice("initial", initial, ("free", "stationary"))
+        if num_steps is not None:
+            check_count("num_steps", num_steps)
+            if initial == "stationary":
+                raise ValueError("initial: expected 'free' where each step has a separate matrix, got 'stationary'")
+            if transition is not None:
+                raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
+        if not isinstance(transition, torch.nn.Module | None):
+            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
+        self.num_states, self.num_steps, self.stationary = num_states, num_steps, initial == "stationary"
         self.initial = LogWeights(num_states, generator=generator) if initial == "free" else None
         if transition is None:
             transition = LogWeights((num_steps or 2) - 1, num_states, num_states, generator=generator)
         self.transition: torch.nn.Module = transition
-        priors = {
+        options = {
+            "num_features": num_features,
+            "num_categories": num_categories,
+            "covariance": None if covariance == "diagonal" else covariance,
             "prior_scatter": prior_scatter,
             "prior_count": prior_count,
             "prior_means": prior_means,
             "prior_means_count": prior_means_count,
             "prior_total": prior_total,
         }
-        self.emission: torch.nn.Module = emission_of(
-            emission, num_states, num_features, num_categories, covariance, priors, generator
-        )
+        names = "categorical", "gaussian", "poisson"
+        self.emission = named("emission", emission, names, (num_states,), options, generator)
+        if isinstance(self.emission, InputLayer):
+            units = self.emission.units
+            if units[-1] != num_states or len(units) > 2:
+                raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
 
     def arguments(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> ChainArguments:
-        """The chain of given data, for functions such as `logchain.entropy`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
+        """The chain of the data, for functions such as `logchain.entropy`.
 
         Returns:
             `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
@@ -151,31 +150,26 @@ class HMM(torch.nn.Module):
         >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
         torch.Size([1])
         """
-        x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
+        data, known, ends = self._observations(data, observed, lengths)
+        x = self._potentials(data, known, "lengths" if observed is None else "observed")
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
-        bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
+        bulk = self._transitions(x.shape[:-2], x.shape[-2], ends, covariates)
         if self.initial is not None:
             return ChainArguments(x, bulk, self.initial(), True, ends)
-        p0 = stationary_start(bulk)
+        p0 = _stationary_start(bulk)
         weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
         return ChainArguments(x, weights, p0.to(bulk.dtype), False, ends)
 
     def log_prob(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Tensor:
         """`log p(data)` of each sequence.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
 
         Returns:
             `[*B]` in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for impossible data.
@@ -184,7 +178,7 @@ class HMM(torch.nn.Module):
         >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
         torch.Size([2])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
     # wrappers such as DistributedDataParallel call `forward`
@@ -193,20 +187,15 @@ class HMM(torch.nn.Module):
     def posterior(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
     ) -> Marginals:
-        """The posterior marginals of states and transitions: see `logchain.marginals`.
+        """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-            transitions: None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
+        `transitions` is None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
 
         Returns:
             `Marginals(states [*B, v, c], transitions, log_norm [*B])`; `log_norm` is `log p(data)` in nats.
@@ -222,58 +211,44 @@ class HMM(torch.nn.Module):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
 
     def decode(
         self,
         data: Tensor,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-
         Returns:
-            `Path(states, score)`: int64 `[*B, v]`, -1 behind a sequence's end, and `log p(data, states)` `[*B]`, nats.
+            `Path(states, score)`: int64 `[*B, v]`, -1 after a sequence's end, and `log p(data, states)` `[*B]`, nats.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
 
     def sample_posterior(
         self,
         data: Tensor,
         num_samples: int,
-        *,
         observed: Tensor | None = None,
+        *,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of paths of states, given the data: see `logchain.sample`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-            num_samples: the number of paths of each sequence.
-            generator: the source of randomness.
+        """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
         Returns:
-            int64 `[num_samples, *B, v]`, -1 behind a sequence's end.
+            int64 `[num_samples, *B, v]`, -1 after a sequence's end.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
@@ -281,7 +256,7 @@ class HMM(torch.nn.Module):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
+        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
 
     @torch.no_grad()
@@ -316,109 +291,72 @@ class HMM(torch.nn.Module):
         if not isinstance(emission, InputLayer):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
         check_count("num_steps", num_steps)
-        shape = num_steps, self.num_states
-        bulk = transitions(self.transition, shape, None, covariates, self.num_steps, any_batch=True)
+        if self.num_steps is not None and num_steps > self.num_steps:
+            raise ValueError(f"num_steps: expected at most {self.num_steps} steps, got {num_steps}")
+        bulk = self._transitions(None, num_steps, None, covariates)
         lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
         nothing = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
-        initial = stationary_start(bulk).log() if self.initial is None else self.initial()
+        initial = _stationary_start(bulk).log() if self.initial is None else self.initial()
         states = draw_paths(nothing, bulk, initial, num_samples, generator=generator, log_params=True)
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
 
-    @torch.no_grad()
-    def initialise(
-        self,
-        data: Tensor,
-        *,
-        observed: Tensor | None = None,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Draw trained parameters anew: probabilities uniformly over the simplex, emissions at places in the data.
+    def _emission(self) -> torch.nn.Module:
+        return self.emission
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-            generator: the source of randomness.
+    def _event_axes(self) -> int | None:
+        layer = self.emission
+        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, InputLayer) else None
 
-        >>> hmm = HMM(2, "gaussian")
-        >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))
-        >>> hmm.emission.means.detach().sort().values
-        tensor([1., 5.])
-        """
-        with frozen(self):
-            for weights in (self.initial, self.transition):
-                if isinstance(weights, LogWeights | TransitionWeights):
-                    weights.reset_parameters(generator)
-            if isinstance(self.emission, InputLayer) and any(p.requires_grad for p in self.emission.parameters()):
-                known, _ = where_known(self.emission, data, observed, lengths)
-                self.emission.initialise(data if known is None else fill(data, known), known, generator=generator)
+    def _potentials(self, data: Tensor, known: Tensor | None, mask: str) -> Tensor:
+        """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where the mask, of that name, says that nothing is observed."""
+        if isinstance(self.emission, InputLayer):
+            x: Tensor = self.emission(data, known)  # (*B, v, *U, c)
+            return x.sum(-2) if len(self.emission.units) > 1 else x
+        x = self.emission(data)
+        check_tensor("emission", x, 2)
+        if x.shape[-1] != self.num_states:
+            raise ValueError(f"emission: expected log-potentials [..., v, {self.num_states}], got {list(x.shape)}")
+        if known is None:
+            return x
+        if x.shape[:-1] != known.shape:
+            expected = "those of" if mask == "lengths" else "shape"
+            expected += f" {list(x.shape[:-1])}, the steps that the emission module makes of the data"
+            raise ValueError(f"{mask}: expected {expected}, got {list(known.shape)}")
+        return torch.where(known[..., None], x, 0)
 
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        observed: Tensor | None = None,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
-        method: Literal["em", "gradient"] = "em",
-        max_iterations: int = 100,
-        tolerance: float = 1e-2,
-        batch_size: int | None = None,
-        step: float | Callable[[int], float] | None = None,
-        optimiser: Optimiser | None = None,
-        restarts: int = 1,
-        generator: torch.Generator | None = None,
-        progress: bool = False,
-    ) -> Fit:
-        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
-            lengths: integers from 1 to v, one for each sequence.
-            covariates: the argument of `transition`.
-            method: "em" or "gradient".
-            max_iterations: the largest number of passes over the data.
-            tolerance: nats; the fit ends with the first iteration that gains less.
-            batch_size: number of sequences that are computed at a time.
-            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
-            optimiser: for "gradient", a function of the list of parameters.
-            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters. Of
-                several, those that meet a `DegenerateError` are set aside with a `DegenerateWarning`.
-            generator: the source of randomness.
-            progress: show a progress bar (tqdm).
-
-        Returns:
-            A `Fit`; its `str` is a short report.
-
-        >>> hmm = HMM(2, "poisson")
-        >>> report = hmm.fit(torch.tensor([0, 1, 0, 1, 30, 31, 32, 33]), generator=torch.Generator().manual_seed(0))
-        >>> report.converged
-        True
-        >>> hmm.emission.log_rates.exp().detach().sort().values
-        tensor([ 0.5000, 31.5000])
-        """
-        if method == "em" and self.initial is None:
-            raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
-        data, conditions = in_batch(self.emission, data, {"observed": observed, "covariates": covariates}, lengths)
-        return fit(
-            self,
-            data,
-            conditions=conditions,
-            method=method,
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            batch_size=batch_size,
-            step=step,
-            optimiser=optimiser,
-            restarts=restarts,
-            generator=generator,
-            progress=progress,
-        )
+    def _transitions(
+        self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None
+    ) -> Tensor | Transition:
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, or a structure of such, for a batch B; None: for any."""
+        bulk: Tensor | Transition
+        if isinstance(self.transition, LogWeights | TransitionWeights):
+            if covariates is not None:
+                raise ValueError("covariates: expected None without a transition module")
+            if self.num_steps is not None and v > self.num_steps:
+                raise ValueError(f"data: expected at most {self.num_steps} steps, got {v}")
+            bulk = self.transition()
+            if self.num_steps is not None and isinstance(bulk, Tensor):
+                bulk = bulk[: v - 1]
+        else:
+            if (
+                covariates is not None
+                and ends is not None
+                and covariates.shape[: ends.dim() + 1] == (*ends.shape, v - 1)
+            ):
+                covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
+            bulk = self.transition(covariates)
+            if not isinstance(bulk, Transition):
+                check_tensor("transition", bulk, 3)
+                bulk = torch.log_softmax(arithmetic(bulk), -1)
+        shape = (*bulk.lead, bulk.states, bulk.states) if isinstance(bulk, Transition) else tuple(bulk.shape)
+        lead, steps = shape[:-3], shape[-3:-2]
+        batch = torch.Size(lead) if batch is None else batch
+        fits = len(lead) <= len(batch) and all(a in (1, b) for a, b in zip(lead[::-1], batch[::-1], strict=False))
+        if not fits or steps not in ((), (1,), (v - 1,)) or shape[-2:] != (self.num_states,) * 2:
+            expected = f"[{', '.join(map(str, (*batch, v - 1, *(self.num_states,) * 2)))}], or 1 for batch and steps"
+            raise ValueError(f"transition: expected shape {expected}, got {list(shape)}")
+        return bulk
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
@@ -435,7 +373,7 @@ class HMM(torch.nn.Module):
             TypeError: the model is another, or not fitted.
 
         >>> from types import SimpleNamespace
-        >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # stands for hmmlearn's
+        >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # in the place of hmmlearn's
         >>> model = PoissonHMM(n_components=1, startprob_=[1.0], transmat_=[[1.0]], lambdas_=[[3.5]])
         >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
         tensor([[3.5000]], dtype=torch.float64)
@@ -447,3 +385,13 @@ class HMM(torch.nn.Module):
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
+
+
+def _stationary_start(logs: Tensor | Transition) -> Tensor:
+    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
+    lead = logs.lead if isinstance(logs, Transition) else logs.shape[:-2]
+    if lead and lead[-1] != 1:
+        raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
+    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
+    # probabilities: the logarithm of a state that is never visited would have no gradient
+    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .emissions.categorical import Categorical
+from .emissions.counts import Poisson
 from .emissions.gaussian import Gaussian
 from .emissions.input_layer import InputLayer
 from .emissions.mixture import Mixture
-from .emissions.poisson import Poisson
 from .hmm import HMM
 from .log_weights import LogWeights
 
@@ -31,30 +31,25 @@ def from_hmmlearn(model: Any) -> HMM:
 
 def _gaussian(model: Any) -> InputLayer:
     """The emission of a GaussianHMM, whose `covars_` are matrices for every type of covariance."""
-    matrices = model.covars_
-    if model.covariance_type == "spherical":
+    covariance, kind = np.asarray(model.covars_), model.covariance_type
+    if kind == "spherical":
         # a fit of hmmlearn leaves the variance of each feature, and so a matrix for each
-        matrices = matrices[:: len(matrices) // model.n_components]
-    full = model.covariance_type in ("full", "tied")
-    covariance = matrices if full else np.diagonal(matrices, axis1=-2, axis2=-1)
-    return _layer(model, covariance)
+        covariance = covariance[:: len(covariance) // model.n_components]
+    return _layer(model, covariance if kind in ("full", "tied") else np.diagonal(covariance, axis1=-2, axis2=-1))
 
 
 def _mixture(model: Any) -> InputLayer:
-    covariance, kind = np.asarray(model.covars_), model.covariance_type
-    if kind == "tied":
-        covariance = covariance[:, None]
-    if kind == "spherical":
-        covariance = covariance[..., None]
-    mixture = Mixture(_layer(model, covariance)).double()
+    """The emission of a GMMHMM, whose `covars_` are those that are shared."""
+    axes: Any = {"tied": (slice(None), None), "spherical": (..., None)}.get(model.covariance_type, ())
+    mixture = Mixture(_layer(model, np.asarray(model.covars_)[axes])).double()
     mixture.weights.set(_float64(model.weights_))
     return mixture
 
 
 def _layer(model: Any, covariance: Any) -> Gaussian:
-    means = _float64(model.means_)
+    means, kind = _float64(model.means_), model.covariance_type
     *units, d = means.shape
-    layer = Gaussian(tuple(units), d, _KINDS[model.covariance_type]).double()
+    layer = Gaussian(tuple(units), d, "diagonal" if kind == "diag" else kind).double()
     layer.set(means, _float64(covariance))
     return layer
 
@@ -73,7 +68,6 @@ def _categorical(model: Any) -> InputLayer:
     return layer
 
 
-_KINDS = {"diag": "diagonal", "spherical": "spherical", "full": "full", "tied": "tied"}
 _READ = {"GaussianHMM": _gaussian, "GMMHMM": _mixture, "PoissonHMM": _poisson, "CategoricalHMM": _categorical}
 
 

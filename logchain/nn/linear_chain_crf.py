@@ -1,6 +1,6 @@
 """The linear-chain conditional random field as a layer with the interface of pytorch-crf's."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,40 @@ from ..tensors import at_hand
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count
-from .masked_sequences import Sequences, sequences
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a mask: variables that are not masked are moved to the front of each, and back.
+
+    `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
+    which each variable is taken, `empty` (n) marks sequences without variables: they are computed as sequences of one,
+    whose results are replaced. `order` and `empty` are None where the mask is known to leave the first variables of
+    each sequence, at least one; `empty` is None where it has to leave the first; all are None without a mask.
+    """
+
+    inside: Tensor | None = None
+    lengths: Tensor | None = None
+    order: Tensor | None = None
+    empty: Tensor | None = None
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Values (n, v) or (n, v, c) with those that are not masked at the front."""
+        if self.order is None or self.inside is None:
+            return values
+        # masked values are zeroed, since an empty sequence is computed from one of them
+        values = torch.where(_like(self.inside, values), values, 0)
+        return values.gather(1, _like(self.order, values))
+
+    def spread(self, values: Tensor, fill: float) -> Tensor:
+        """Values (n, v) or (n, v, c) moved from the front back to where they were, with `fill` where masked."""
+        if self.order is None or self.inside is None:
+            return values
+        values = values.gather(1, _like(self.order.argsort(1), values))
+        return torch.where(_like(self.inside, values), values, fill)
+
+    def zero_where_empty(self, values: Tensor) -> Tensor:
+        """Log-weights (n) with 0 for empty sequences, whose only path has weight 1."""
+        return values if self.empty is None else values.masked_fill(self.empty, 0.0)
 
 
 class LinearChainCRF(nn.Module):
@@ -38,7 +71,7 @@ class LinearChainCRF(nn.Module):
         num_tags: number of tags, c.
         batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
         strict_mask: a mask that is off at the first step of a sequence is refused, as pytorch-crf does: often it is
-            upside down. With False sequences may begin behind masked positions, or be empty.
+            upside down. With False sequences may begin after masked positions, or be empty.
 
     Attributes:
         start_transitions: log-weights of the first tag `[c]`, nats.
@@ -52,7 +85,7 @@ class LinearChainCRF(nn.Module):
             emissions. -inf forbids a tag.
         mask: bool or integers, `[v, n]` or `[n, v]`: nonzero where a variable counts, the opposite of torch's
             `key_padding_mask`; by default everywhere. Masked positions are dropped and the others joined: padding may
-            stand behind, between (the pieces of a word) and, with `strict_mask=False`, in front (a classifier's first
+            be at the end, between (the pieces of a word) and, with `strict_mask=False`, in front (a classifier's first
             token). Masked values have no influence, not even NaN, and gradient 0. The log-likelihood and the
             log-partition of a sequence without variables are 0.
 
@@ -66,7 +99,7 @@ class LinearChainCRF(nn.Module):
     DataParallel gathers tensors: use `viterbi` there, not the lists of `decode`.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: sizes or devices do not go together, there is no tag or no step, a choice or a tag is out of range,
             or the first step of a mask is off.
         NotImplementedError: `torch.jit.script` or `torch.jit.trace` meets the layer.
@@ -172,10 +205,6 @@ class LinearChainCRF(nn.Module):
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
         """The most probable tags of each sequence as lists, without masked variables.
 
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-
         Returns:
             n lists of tags, which are -1 in a sequence in which every path is impossible or an emission is NaN.
 
@@ -189,10 +218,6 @@ class LinearChainCRF(nn.Module):
 
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
-
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
 
         Returns:
             `Path(states, score)`: tags int64 `[v, n]` (or `[n, v]`), -1 where masked, and log-weights `[n]` in nats,
@@ -208,11 +233,6 @@ class LinearChainCRF(nn.Module):
 
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
-
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-            k: the number of paths.
 
         Returns:
             Lists of tags, best path first, and log-weights `[n, k]` in nats. Where fewer than `k` paths are possible,
@@ -239,13 +259,7 @@ class LinearChainCRF(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of paths of tags from their posterior: see `logchain.sample`.
-
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-            num_samples: the number of paths of each sequence.
-            generator: the source of randomness.
+        """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
 
         Returns:
             int64 `[num_samples, v, n]` (or `[num_samples, n, v]`), -1 where masked.
@@ -266,10 +280,6 @@ class LinearChainCRF(nn.Module):
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The posterior probability of each tag: see `logchain.marginals`.
 
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-
         Returns:
             Probabilities in the shape of `emissions`, 0 where masked. They can be differentiated once.
 
@@ -284,10 +294,6 @@ class LinearChainCRF(nn.Module):
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The log-partition `log Z` of each sequence: see `logchain.product`.
 
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            mask: `[v, n]` or `[n, v]`, see the class.
-
         Returns:
             `[n]` in nats, 0 for a sequence without variables.
 
@@ -299,20 +305,20 @@ class LinearChainCRF(nn.Module):
         chain, unmasked = self._chain(emissions, mask)
         return unmasked.zero_where_empty(product(**chain._asdict()))
 
-    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
+    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, _Sequences]:
         if is_jit_traced():
             raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.trace")
         _check(emissions, mask, self.num_tags, self.batch_first)
         check_device("emissions", emissions, self.transitions)
         if not self.batch_first:
             emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
-        unmasked = sequences(mask, self.strict_mask)
+        unmasked = _sequences(mask, self.strict_mask)
         x = _with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
         # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
         return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
 
-    def _checked(self, tags: Tensor, emissions: Tensor, unmasked: Sequences) -> Tensor:
+    def _checked(self, tags: Tensor, emissions: Tensor, unmasked: _Sequences) -> Tensor:
         """Tags as (n, v), after checks of their kind, their shape and, on a CPU, their values."""
         check_is_tensor("tags", tags)
         check_integers("tags", tags)
@@ -359,9 +365,40 @@ def _with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
     return emissions + torch.where(last[..., None], end, 0.0)
 
 
-def _lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:
+def _lists(states: Tensor, unmasked: _Sequences) -> list[list[list[int]]]:
     """Paths (n, k, v) as lists without the masked variables at their ends."""
     check_has_values("emissions", states)
     n, _, v = states.shape
     lengths = [v] * n if unmasked.inside is None else unmasked.inside.sum(1).tolist()
     return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]
+
+
+def _sequences(mask: Tensor | None, strict: bool) -> _Sequences:
+    """The sequences of a mask (n, v), whose first steps have to be on if `strict`.
+
+    Values that are on a GPU, for which the host would wait, or traced are not read: a first step that is off makes the
+    length 0, which on a GPU makes results NaN, and on a CPU is refused where the chain is computed.
+    """
+    if mask is None:
+        return _Sequences()
+    inside = mask.bool()
+    lengths = inside.sum(1)
+    if at_hand(mask):
+        first = torch.arange(mask.shape[1]) < lengths[:, None]
+        if inside.equal(first) and lengths.all():
+            return _Sequences(inside, lengths)
+        if strict and not inside[:, 0].all():
+            off = inside[:, 0].tolist().index(False)
+            raise ValueError(
+                f"mask: expected the first step of every sequence on, got it off in sequence {off}; if the mask is not"
+                " upside down, pass strict_mask=False to the layer"
+            )
+    order = inside.logical_not().argsort(dim=1, stable=True)
+    if strict:
+        return _Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
+    return _Sequences(inside, lengths.clamp(min=1), order, lengths == 0)
+
+
+def _like(steps: Tensor, values: Tensor) -> Tensor:
+    """Steps (n, v) expanded to the shape of values (n, v) or (n, v, c)."""
+    return steps if values.dim() == 2 else steps[..., None].expand_as(values)

@@ -36,15 +36,9 @@ class LogWeights(torch.nn.Module):
             [ 0.0000,  0.0000]])
     >>> counts = weights.statistics(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))  # the gradient of a log-likelihood
     >>> weights.maximise(counts)
-    >>> weights.shares(weights.logits.detach())
+    >>> weights().exp()
     tensor([[0.7500, 0.2500],
-            [0.0000, 1.0000]])
-    >>> weights.normalised(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))
-    tensor([[-0.6931, -0.6931],
-            [ 0.0000,    -inf]])
-    >>> weights.sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    tensor([[3.],
-            [7.]])
+            [0.0000, 1.0000]], grad_fn=<ExpBackward0>)
     >>> weights.reset_parameters(torch.Generator().manual_seed(0))
     >>> bool((weights() < 0).all())
     True
@@ -63,7 +57,7 @@ class LogWeights(torch.nn.Module):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the weights anew, uniformly over the simplex.
+        """Draw the weights again, uniformly over the simplex.
 
         Args:
             generator: the source of randomness.
@@ -74,39 +68,14 @@ class LogWeights(torch.nn.Module):
 
     def forward(self) -> Tensor:
         """The logarithms `[*shape]`."""
-        return self.normalised(arithmetic(self.logits))
+        return self.normalized(arithmetic(self.logits))
 
-    def normalised(self, logits: Tensor) -> Tensor:
-        """Logarithms of weights that sum to 1.
-
-        Args:
-            logits: `[*shape]`, nats.
-
-        Returns:
-            `[*shape]`, nats.
-        """
+    def normalized(self, logits: Tensor) -> Tensor:
+        """Logarithms of weights that sum to 1."""
         return torch.log_softmax(logits, self.dim)
 
-    def shares(self, logits: Tensor) -> Tensor:
-        """Weights that sum to 1.
-
-        Args:
-            logits: `[*shape]`, nats.
-
-        Returns:
-            `[*shape]`.
-        """
-        return torch.softmax(logits, self.dim)
-
-    def sums(self, weights: Tensor) -> Tensor:
-        """The sums of which each weight is a part.
-
-        Args:
-            weights: `[*shape]`.
-
-        Returns:
-            A shape that broadcasts with `[*shape]`.
-        """
+    def totals(self, weights: Tensor) -> Tensor:
+        """The sum to which each weight belongs."""
         return weights.sum(self.dim, keepdim=True)
 
     @torch.no_grad()
@@ -114,13 +83,13 @@ class LogWeights(torch.nn.Module):
         """Set the weights to probabilities.
 
         Args:
-            probabilities: `[*shape]` or what broadcasts to it; they are normalised.
+            probabilities: `[*shape]` or what broadcasts to it; they are normalized.
 
         Raises:
             ValueError: a number is negative, or a sum along the axis is 0 or not finite.
         """
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
-        total = self.sums(probabilities)
+        total = self.totals(probabilities)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
             raise ValueError("probabilities: expected non-negative numbers with a finite, positive sum along the axis")
         self.logits.copy_(probabilities.log())
@@ -138,15 +107,15 @@ class LogWeights(torch.nn.Module):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the weights to normalised expected counts, with the prior's; where all counts are 0, they stay.
+        """Set the weights to normalized expected counts, with the prior's; where all counts are 0, they stay.
 
         Args:
             statistics: expected counts, float64 `[*shape]`.
             step: the part of the way to them, in probabilities.
         """
         counts = statistics + torch.as_tensor(self.prior_count).to(statistics)
-        total = self.sums(counts)
-        shares, before = counts / total, self.shares(self.logits.double())
+        total = self.totals(counts)
+        shares, before = counts / total, self.normalized(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self.logits.copy_(shares.log())
 

@@ -1,4 +1,4 @@
-"""Conversions of parameters to the dtype of arithmetic, and of values to the shape of parameters."""
+"""Conversions of parameters to the dtype of arithmetic, and of values and masks to shapes."""
 
 import torch
 from torch import Tensor
@@ -18,3 +18,13 @@ def broadcast(name: str, value: Tensor, shape: torch.Size) -> Tensor:
         return value.double().expand(shape)
     except RuntimeError:
         raise ValueError(f"{name}: expected what broadcasts to {list(shape)}, got {list(value.shape)}") from None
+
+
+def fill(values: Tensor, known: Tensor) -> Tensor:
+    """Values with 0 where the mask `known`, of their first axes, is False."""
+    return values.masked_fill(~over(known, values.shape), 0)
+
+
+def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values expanded to a shape with further axes on the right."""
+    return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)

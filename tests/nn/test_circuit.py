@@ -145,6 +145,9 @@ def test_missing_values_are_nan_or_masked():
     assert torch.equal(circuit.log_prob(missing), expected)
     # values that are not observed have no influence, even if they are no categories
     assert torch.equal(circuit.log_prob(data.masked_fill(~observed, -7), observed), expected)
+    lengths = torch.arange(20) % 4 + 1
+    ends = circuit.log_prob(data, torch.arange(4) < lengths[:, None])
+    assert torch.equal(circuit.log_prob(data, lengths=lengths), ends)
     drawn = circuit.sample_conditional(missing, generator=seeded())
     assert drawn.dtype == torch.float32 and not drawn.isnan().any()
     assert (drawn[0] == data)[observed].all()

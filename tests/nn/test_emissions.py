@@ -29,6 +29,8 @@ def test_density_equals_scipy(name, units, dtype):
     truth = np.stack([FAMILIES[name].density(layer, y) for y in data.flatten(0, 1).numpy()])
     tolerance = 1e-12 if dtype == F64 else 2e-5
     np.testing.assert_allclose(array(found).reshape(10, *units), truth, rtol=tolerance, atol=tolerance)
+    by_torch = layer.distribution().log_prob(data.double().unsqueeze(-1 - len(layer.event)))
+    np.testing.assert_allclose(array(by_torch).reshape(10, *units), truth, rtol=tolerance, atol=tolerance)
     if units[:-1]:  # data that variables share broadcast
         shared = data[:, :, :1]
         torch.testing.assert_close(layer(shared), layer(shared.expand_as(data)), rtol=0, atol=0)

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from ...arguments import check_has_values
-from ...tensors import at_hand
-from ..checks import check_amount
+from ..checks import check_prior
 from ..parameters import arithmetic, broadcast
 from .input_layer import InputLayer
 
@@ -41,11 +40,10 @@ class Distribution(InputLayer):
     >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=rates, spread=0)
     >>> waits(torch.tensor([1.0]))
     tensor([[-1.0000, -1.2274]], grad_fn=<MaskedFillBackward0>)
-    >>> waits.distribution(**waits.parameters_of_units()).mean
+    >>> waits.distribution().mean
     tensor([2.0000, 0.5000], grad_fn=<DivBackward0>)
     """
 
-    factorised = False
     _allowed: Tensor
 
     def __init__(
@@ -61,13 +59,22 @@ class Distribution(InputLayer):
         super().__init__(units)
         if not callable(family):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
-        check_amount("spread", spread)
-        limits = _limits(family, limits, initial)
-        starts = {name: _start(name, start, limits[name]) for name, start in initial.items()}
-        values = {}
-        for name, start in starts.items():
-            shape = (*self.units, *start.shape[start.dim() - limits[name].event_dim :])
-            values[name] = broadcast(name, start, torch.Size(shape)).to(start.dtype).detach().clone()
+        check_prior("spread", spread, ())
+        if unknown := (limits or {}).keys() - initial.keys():
+            expected = f"names of parameters, {', '.join(initial)}"
+            raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
+        declared = getattr(family, "arg_constraints", {}) if limits is None else limits
+        values, transforms, alike = {}, {}, []
+        for name, start in initial.items():
+            limit = declared.get(name, constraints.real) if isinstance(declared, Mapping) else constraints.real
+            value = _start(name, start, limit)
+            axes = value.dim() - limit.event_dim
+            shape = torch.Size((*self.units, *value.shape[axes:]))
+            values[name] = broadcast(name, value, shape).to(value.dtype).detach().clone()
+            if not limit.is_discrete:
+                transforms[name] = _transform(name, limit)
+            if axes == 0 or value.shape[axes - 1] == 1:  # the same for all states
+                alike.append(name)
         example = family(**values)
         self.event = tuple(example.event_shape)
         if example.batch_shape != self.units or len(self.event) > 1:
@@ -75,13 +82,11 @@ class Distribution(InputLayer):
                 f"family: expected batch shape {list(self.units)} and an event () or (d,), "
                 f"got {list(example.batch_shape)} and {list(example.event_shape)}"
             )
-        self.family, self.spread = family, spread
-        self.transforms = {name: _transform(name, limit) for name, limit in limits.items() if not limit.is_discrete}
+        self.family, self.spread, self.transforms, self._alike = family, spread, transforms, alike
         self._initial = {name: transform.inv(values[name]) for name, transform in self.transforms.items()}
         # copies, so that training leaves the values to which `reset_parameters` returns
         free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
         self.free = torch.nn.ParameterDict(free)
-        self._alike = [name for name, start in starts.items() if _shared(start, limits[name].event_dim)]
         self._fixed = [name for name in values if name not in self.free]
         for name in self._fixed:
             self.register_buffer(name, values[name])
@@ -106,72 +111,19 @@ class Distribution(InputLayer):
         trained = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
         return trained | {name: self.get_buffer(name) for name in self._fixed}
 
-    def distribution(self, **values: Tensor) -> torch.distributions.Distribution:
-        """The distribution with given parameters.
-
-        Args:
-            **values: the keyword arguments of the family.
-
-        Returns:
-            An object of the family, whose parameters are not validated.
-        """
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
+        """The distribution of the family: see `InputLayer.distribution`."""
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
-        return self.family(**values, **options)
-
-    def log_density(self, data: Tensor) -> Tensor:
-        """The log-density of the distribution, exactly -inf outside its support: see `InputLayer.log_density`."""
-        values = self.parameters_of_units()
-        made = self.distribution(**values)
-        data = data.to(next(iter(values.values())).dtype)
-        support: Any = made.support
-        allowed: Tensor = support.check(data)
-        if at_hand(allowed) and not bool(allowed.any(-1).all()):
-            raise ValueError(f"data: expected {support}, got something else")
-        # some families, such as Pareto, evaluate their formula outside their support, too
-        return made.log_prob(data).masked_fill(~allowed, -torch.inf)
+        return self.family(**{name: value[at] for name, value in self.parameters_of_units().items()}, **options)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data with a sample of the initial distribution where nothing is observed: see `InputLayer.fill`."""
+        """Data with a sample of the initial distribution where nothing is observed."""
         return torch.where(known, data, self._allowed.to(data.dtype))
-
-    @torch.no_grad()
-    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A sample of the distribution: see `InputLayer.draw`.
-
-        A generator draws the seed, since torch's distributions take none.
-        """
-        values = {name: self.of_states(value, states) for name, value in self.parameters_of_units().items()}
-        made = self.distribution(**values)
-        if generator is None:
-            return made.sample()
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        with torch.random.fork_rng(devices=[states.device] if states.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            return made.sample()
-
-    @torch.no_grad()
-    def mode(self) -> tuple[Tensor, Tensor]:
-        """The mode of the distribution, where torch knows it, and its log-density: see `InputLayer.mode`."""
-        made = self.distribution(**self.parameters_of_units())
-        modes = made.mode.detach()
-        return modes, made.log_prob(modes)
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
-
-
-def _limits(family: Any, limits: Mapping[str, Any] | None, initial: Mapping[str, Any]) -> dict[str, Any]:
-    """The constraint of each parameter: the given one, that of the class, or else any real number."""
-    if limits is None:
-        declared = getattr(family, "arg_constraints", None)
-        limits = declared if isinstance(declared, dict) else {}
-    elif unknown := limits.keys() - initial.keys():
-        raise ValueError(
-            f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(sorted(unknown))}"
-        )
-    return {name: limits.get(name, constraints.real) for name in initial}
 
 
 def _start(name: str, start: Any, limit: Any) -> Tensor:
@@ -184,11 +136,6 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
     if not bool(limit.check(value).all()):
         raise ValueError(f"{name}: expected {limit}, got {start}")
     return value
-
-
-def _shared(start: Tensor, event: int) -> bool:
-    """Whether an initial value, whose last `event` axes are those of the parameter, is the same for all states."""
-    return start.dim() == event or start.shape[-1 - event] == 1
 
 
 def _transform(name: str, limit: Any) -> Any:

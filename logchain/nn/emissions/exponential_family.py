@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...tensors import at_hand
 from .input_layer import InputLayer
 
 
@@ -15,89 +16,65 @@ class ExponentialFamily(InputLayer):
     subclass implements `sufficient` for T, `natural` for eta, and `maximise`.
 
     Cost: with f sufficient statistics, f multiply-adds for each entry of the result, forward and backward, and a copy
-    of the result in float64; the statistics are kept for the backward pass.
-
-    >>> from logchain.nn import Poisson
-    >>> quakes, data = Poisson(2), torch.tensor([2, 5])
-    >>> log_density = quakes.sufficient(data, None) @ quakes.natural().mT  # [n, f] by [f, c]
-    >>> torch.allclose(log_density.float(), quakes(data))
-    True
-    >>> flow = torch.tensor([[0.5, 0.5], [0.5, 0.5]])  # each observation belongs to either unit by half
-    >>> quakes.maximise(quakes.statistics(flow, data))
-    >>> quakes.mode()[0]  # the rate of both is 3.5
-    tensor([3, 3])
+    of the result in float64; the statistics are saved for the backward pass.
     """
+
+    # whether no natural parameter is -inf
+    always_possible = False
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
         features = self.sufficient(*self.known(data, observed))  # [..., *U, f]
-        axes = len(self.units)
-        lead, f, c = features.shape[:-axes], features.shape[-1], self.units[-1]
+        lead, f, c = features.shape[: -len(self.units)], features.shape[-1], self.units[-1]
         rows = _by_group(features, lead, self.units)
         natural = self.natural().double().movedim(-1, -2).reshape(-1, f, c)
-        products = (rows @ natural).transpose(0, 1)  # (n, groups, c)
+        products = rows @ natural if self.always_possible else _products_with_zeros(rows, natural)
+        products = products.transpose(0, 1)  # (n, groups, c)
         return products.to(self.dtype, memory_format=torch.contiguous_format).view(*lead, *self.units)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """The expected sufficient statistics, `sum flow T(data)` over all axes but the units'.
+        """The expected sufficient statistics, `sum flow T(data)` `[*U, c, f]` in float64, over all axes before `U`.
 
-        Args:
-            flow: how often each unit is expected to have been used, `[..., *U, c]`: the gradient of a log-likelihood
-                with respect to `forward(data, observed)`.
-            data: as in `InputLayer.forward`.
-            observed: as in `InputLayer.forward`.
-
-        Returns:
-            float64 `[*U, c, f]`.
+        The flow `[..., *U, c]` is how often each unit is expected to have been used: the gradient of a log-likelihood
+        with respect to `forward(data, observed)`.
         """
-        return sums(flow, self.sufficient(*self.known(data, observed)), self.units)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the log-densities: that of the parameters, float32 at least; a subclass has it."""
-        raise NotImplementedError
+        lead = flow.shape[: -len(self.units)]
+        features = self.sufficient(*self.known(data, observed))
+        by_group = flow.double().reshape(-1, math.prod(self.units[:-1]), self.units[-1]).transpose(0, 1)
+        products = _by_group(features, lead, self.units).mT @ by_group  # (groups, f, c)
+        return products.mT.reshape(*self.units, features.shape[-1])
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """T, the sufficient statistics of data.
+        """T `[..., *U, f]` of data `[..., *U, *event]`, in float64, 0 where the mask `known` is False.
 
-        Args:
-            data: `[..., *U, *event]`.
-            known: bool mask of the same shape, None if everything is observed.
-
-        Returns:
-            float64 `[..., *U, f]`, 0 where nothing is observed.
+        T is not negative where eta can be -inf.
         """
         raise NotImplementedError
 
     def natural(self) -> Tensor:
-        """Eta, the natural parameters of all units.
-
-        Returns:
-            `[*U, c, f]`; every entry is finite.
-        """
+        """Eta, the natural parameters `[*U, c, f]` of all units."""
         raise NotImplementedError
 
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the parameters to those of the largest expected log-likelihood; units that are not used keep theirs.
 
-        Args:
-            statistics: expected sufficient statistics, float64 `[*U, c, f]`.
-            step: the part of the way to them, in the mean parameters.
+        The statistics are float64 `[*U, c, f]`; `step` is the part of the way to them, in the mean parameters.
         """
         raise NotImplementedError
-
-
-def sums(flow: Tensor, features: Tensor, units: tuple[int, ...]) -> Tensor:
-    """`sum flow features` `[*U, c, f]` in float64, of `[..., *U, c]` and `[..., *U, f]`, over all axes before `U`."""
-    lead = flow.shape[: -len(units)]
-    by_group = flow.double().reshape(-1, math.prod(units[:-1]), units[-1]).transpose(0, 1)  # (groups, n, c)
-    products = _by_group(features, lead, units).mT @ by_group  # (groups, f, c)
-    return products.mT.reshape(*units, features.shape[-1])
 
 
 def moved(before: Tensor, target: Tensor, step: float, used: Tensor) -> Tensor:
     """Mean parameters after `step` of the way from those before to a target; units that are not `used` keep theirs."""
     return torch.where(used, torch.lerp(before, target, step), before)
+
+
+def _products_with_zeros(rows: Tensor, natural: Tensor) -> Tensor:
+    """`rows @ natural`, where natural parameters may be -inf: times 0 they are 0."""
+    never = natural == -torch.inf
+    products = rows @ natural.masked_fill(never, 0.0)
+    if at_hand(never) and not bool(never.any()):
+        return products
+    return products.masked_fill(rows @ never.double() > 0, -torch.inf)
 
 
 def _by_group(features: Tensor, lead: torch.Size, units: tuple[int, ...]) -> Tensor:

@@ -4,12 +4,13 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
+from torch.distributions.constraints import Constraint
 
 from ...arguments import check_choice
-from ...tensors import at_hand
 from ..checks import check_count, check_prior
 from ..degenerate import DegenerateError
-from ..parameters import arithmetic, broadcast
+from ..parameters import broadcast
 from .exponential_family import ExponentialFamily
 from .starts import seeds
 
@@ -18,6 +19,14 @@ _ROUNDING = 2.0**-46
 
 # computed here, since torch.compile starts again where it meets a function of a number
 _HALF_LOG_2_PI = math.log(2 * math.pi) / 2
+
+
+class _Finite(Constraint):
+    """Finite numbers."""
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether numbers are finite."""
+        return value.isfinite()
 
 
 class Gaussian(ExponentialFamily):
@@ -61,6 +70,8 @@ class Gaussian(ExponentialFamily):
             [ 0.0000,  0.0000]], grad_fn=<ViewBackward0>)
     """
 
+    support, expected = _Finite(), "finite numbers, or NaN for what is missing"
+    always_possible = True
     log_scales: torch.nn.Parameter
     factors: torch.nn.Parameter
 
@@ -83,7 +94,8 @@ class Gaussian(ExponentialFamily):
         if covariance != "diagonal" and num_features is None:
             raise ValueError(f"num_features: expected an integer with covariance={covariance!r}, got None")
         self.covariance_kind, self.factorised = covariance, covariance in ("diagonal", "spherical")
-        # the units that have a spread of their own, and the shape of one
+        # the axis of a spread along which it is shared, the units that have one each, and the shape of one
+        self._shared_axis = {"spherical": -1, "tied": -3}.get(covariance)
         self._spread_units = (*self.units[:-1], 1) if covariance == "tied" else self.units
         self._spread_event = self.event if self.factorised else 2 * self.event
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
@@ -105,7 +117,7 @@ class Gaussian(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the means anew, standard normal; the variances are 1. See `InputLayer.reset_parameters`."""
+        """Draw the means again, standard normal; the variances are 1. See `InputLayer.reset_parameters`."""
         with torch.no_grad():
             self.means.normal_(generator=generator)
             (self.log_scales if self.factorised else self.factors).zero_()
@@ -121,28 +133,24 @@ class Gaussian(ExponentialFamily):
         Raises:
             ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
         """
-        chosen, _, variance, counts = seeds(self, data, observed, generator)
+        chosen, _, variance, counts = seeds(self, data, observed, generator)  # [*U, c, d], [*U, 1, d]
         if not self.event:
             chosen, variance, counts = chosen[..., 0], variance[..., 0], counts[..., 0]
-        scatter, count = self._prior_of_spread(variance)
-        squares = self._over_features(variance * counts) + self._diagonal(scatter)
-        counts = self._over_features(counts) + (count if self.factorised else count[..., 0])
-        if bool((squares <= 0).any()):
-            unit, feature = self._first(squares <= 0)
+        squares = variance * counts
+        if not self.factorised:
+            squares, counts = squares.diag_embed(), counts[..., None]
+        scatter, prior_count = self._prior_of_spread(squares)
+        squares = self._pooled(squares) + scatter
+        constant = self._diagonal(squares) <= 0
+        if bool(constant.any()):
+            unit, feature = self._first(constant)
             variable = f" of variable {unit[:-1]}" if unit[1:] else ""
             raise ValueError(
                 "data: expected at least two different observations of every variable and feature, or prior_scatter, "
                 f"got one{variable}{feature}"
             )
-        variance = (squares / counts).expand_as(chosen)
-        self.set(chosen, variance if self.factorised else variance.diag_embed())
-
-    def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Data and mask as in `InputLayer.known`; on a CPU, infinite numbers are refused."""
-        data, known = super().known(data, observed)
-        if data.is_floating_point() and at_hand(data) and bool(data.isinf().any()):
-            raise ValueError("data: expected finite numbers, or NaN for what is missing, got an infinite one")
-        return data, known
+        covariance = squares / (self._pooled(counts) + prior_count)
+        self.set(chosen, covariance.expand(*self.units, *self._spread_event))
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
@@ -203,17 +211,11 @@ class Gaussian(ExponentialFamily):
 
     def _shared(self, spread: Tensor) -> Tensor:
         """The first of what is shared, in the shape of the parameter, of a tensor in the shape of `covariance()`."""
-        if self.covariance_kind == "spherical":
-            return spread[..., :1]
-        return spread[..., :1, :, :] if self.covariance_kind == "tied" else spread
-
-    def _over_features(self, sums: Tensor) -> Tensor:
-        """Sums `[..., d]` added up over the features that share a variance."""
-        return sums.sum(-1, keepdim=True) if self.covariance_kind == "spherical" else sums
+        return spread if self._shared_axis is None else spread.narrow(self._shared_axis, 0, 1)
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums in the shape of `covariance()` added up over the features or units that share it."""
-        return sums.sum(-3, keepdim=True) if self.covariance_kind == "tied" else self._over_features(sums)
+        return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
 
     def _prior_of_spread(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """`prior_scatter` in the shape of the spread's parameter, and `prior_count`, which broadcasts to it."""
@@ -222,12 +224,12 @@ class Gaussian(ExponentialFamily):
             scatter = scatter * torch.eye(*self.event).to(like)
         scatter = scatter.expand(*self._spread_units, *self._spread_event)
         count = count.expand(self._spread_units).reshape(*self._spread_units, *(1,) * len(self._spread_event))
-        return self._over_features(scatter), self._over_features(count.expand_as(scatter))
+        return self._pooled(scatter), self._pooled(count.expand_as(scatter))
 
-    def _first(self, wrong: Tensor) -> tuple[list[int], str]:
+    def _first(self, mask: Tensor) -> tuple[list[int], str]:
         """The index of the first unit for which a mask in the shape of the spread holds, and words for the feature."""
-        at = wrong.nonzero()[0].tolist()
-        of_features = self.event and self.covariance_kind != "spherical" and wrong.dim() > len(self.units)
+        at = mask.nonzero()[0].tolist()
+        of_features = self.event and self.covariance_kind != "spherical" and mask.dim() > len(self.units)
         return at[: len(self.units)], f", feature {at[-1]}" if of_features else ""
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
@@ -256,26 +258,15 @@ class Gaussian(ExponentialFamily):
         squares = (-precisions.flatten(-2) / 2).expand(*self.units, d * d)
         return torch.cat((first[..., None], linear, squares), -1)
 
-    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each given state, of the parameters' dtype, float32 at least: see `InputLayer.draw`."""
-        means = self.of_states(self.means.detach(), states)
-        noise = torch.empty_like(means).normal_(generator=generator)
-        if self.factorised:
-            return means + noise * self.of_states(self.log_scales.detach(), states).exp()
-        factors = self._cholesky().detach().to(means.dtype).expand(*self.units, *self._spread_event)
-        factors = self.of_states(factors, states)
-        return means + (factors @ noise[..., None])[..., 0]
-
-    def mode(self) -> tuple[Tensor, Tensor]:
-        """The means and their log-densities: see `InputLayer.mode`."""
-        spread = self.log_scales if self.factorised else self.factors
-        logs = self._diagonal(spread.detach().double()).expand_as(self.means) + _HALF_LOG_2_PI
-        return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the log-densities: that of the parameters, float32 at least."""
-        return arithmetic(self.means).dtype
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
+        """The normal distributions in float64: see `InputLayer.distribution`."""
+        means = self.means.double()[at]
+        if not self.factorised:
+            factors = self._cholesky().expand(*self.units, *self._spread_event)[at]
+            return MultivariateNormal(means, scale_tril=factors, validate_args=False)
+        scales = self.log_scales.double().exp().expand_as(self.means)[at]
+        normal = Normal(means, scales, validate_args=False)
+        return Independent(normal, 1, validate_args=False) if self.event else normal
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """Count, value and square of each feature, or one count, all values and all products, about the centre.
@@ -346,8 +337,8 @@ class Gaussian(ExponentialFamily):
             if self.covariance_kind == "tied":
                 which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
             raise DegenerateError(
-                f"maximise: expected positive variances, got 0 for {which}, on too few observations",
-                "give the Gaussian a prior_scatter, or have fewer units",
+                f"maximise: expected positive variances, got 0 for {which}, on too few observations: give the "
+                "Gaussian a prior_scatter, or have fewer units"
             )
 
     def extra_repr(self) -> str:

@@ -1,5 +1,8 @@
 """Log-densities of observations given each hidden unit."""
 
+from itertools import chain
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,14 +20,15 @@ class InputLayer(torch.nn.Module):
     False, are summed out, which leaves `log 1 = 0`. What is no observation of the family is refused by value on a CPU;
     inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not looked at.
 
-    A subclass has the parameters and implements `log_density` (or `forward`), `draw` and `mode`; see also
-    `ExponentialFamily` and `Finite`.
+    A subclass has the parameters, `reset_parameters`, and `distribution(at)`, one of `torch.distributions` for the
+    units at an index of the parameters. Draws, modes and densities follow from it; where torch's density is slow or
+    not exact, a subclass has `log_density` (or `forward`). An event (d,) is observed as a whole or not at all.
 
     Args:
         units: `[*U, c]`, or `c` alone.
         event: the shape of one observation: () or (d,).
 
-    >>> class Exponential(InputLayer):  # a family of one's own: waiting times, with a rate for each unit
+    >>> class Exponential(InputLayer):  # waiting times, with a rate for each unit
     ...     def __init__(self, units):
     ...         super().__init__(units)
     ...         self.log_rates = torch.nn.Parameter(torch.zeros(self.units))
@@ -32,15 +36,8 @@ class InputLayer(torch.nn.Module):
     ...     def reset_parameters(self, generator=None):
     ...         self.log_rates.data.normal_(generator=generator)
     ...
-    ...     def log_density(self, data):
-    ...         return self.log_rates - data * self.log_rates.exp()
-    ...
-    ...     def draw(self, states, generator=None):
-    ...         rates = self.of_states(self.log_rates.detach(), states).exp()
-    ...         return torch.empty_like(rates).exponential_(generator=generator) / rates
-    ...
-    ...     def mode(self):
-    ...         return torch.zeros(self.units), self.log_rates.detach()
+    ...     def distribution(self, at=()):
+    ...         return torch.distributions.Exponential(self.log_rates[at].exp(), validate_args=False)
     >>> waits = Exponential(2)
     >>> waits(torch.tensor([1.0, torch.nan]))
     tensor([[-1., -1.],
@@ -50,7 +47,12 @@ class InputLayer(torch.nn.Module):
     """
 
     # whether the density is a product over the entries of an event, any of which may then be missing
-    factorised = True
+    factorised = False
+    # the number of values, integers from 0, where there are finitely many
+    num_values: int | None = None
+    # the constraint of torch.distributions that data have to satisfy, and what it expects in words
+    support: Any = None
+    expected = ""
 
     def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -60,6 +62,28 @@ class InputLayer(torch.nn.Module):
         check_count("event", *event)
         if not self.units:
             raise ValueError("units: expected a positive integer or several, got none")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the log-densities: that of the parameters, float32 at least."""
+        return arithmetic(next(chain(self.parameters(), self.buffers()))).dtype
+
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
+        """The distribution of all units, whose parameters are not validated.
+
+        Args:
+            at: an index of the units, such as a tensor for each of their axes; by default of all.
+
+        Returns:
+            An object of `torch.distributions` with batch shape `[*U, c]`, or that of the index.
+
+        >>> from logchain.nn import Poisson
+        >>> quakes = Poisson(2)
+        >>> quakes.set(torch.tensor([3.0, 20.0]))
+        >>> quakes.distribution().variance
+        tensor([ 3.0000, 20.0000], dtype=torch.float64, grad_fn=<ExpBackward0>)
+        """
+        raise NotImplementedError
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)` for all units.
@@ -73,27 +97,28 @@ class InputLayer(torch.nn.Module):
         """
         data, known = self.known(data, observed)
         log_density = self.log_density(data.unsqueeze(-1 - len(self.event)))
-        if known is not None:
-            known = known.unsqueeze(-1 - len(self.event))
-            known = known if self.factorised or not self.event else known[..., 0]
-            # selected, not multiplied by 0, which would make NaN of infinity
-            log_density = torch.where(known, log_density, 0.0)
-        return log_density.sum(-1) if self.event and self.factorised else log_density
+        if known is None:
+            return log_density
+        known = (known[..., 0] if self.event else known)[..., None]
+        # selected, not multiplied by 0, which would make NaN of infinity
+        return torch.where(known, log_density, 0.0)
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """Log-densities `[..., *U, c]`, in nats, of data `[..., *U, 1, *event]` without missing entries.
+
+        They are exactly -inf outside the support of a unit.
+        """
+        distribution = self.distribution()
+        data = data.to(self.dtype)
+        support: Any = distribution.support
+        allowed: Tensor = support.check(data)
+        if at_hand(allowed) and not bool(allowed.any(-1).all()):
+            raise ValueError(f"data: expected {support}, got something else")
+        # some families, such as Pareto, evaluate their formula outside their support, too
+        return distribution.log_prob(data).masked_fill(~allowed, -torch.inf)
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Data with fillers where nothing is observed, and a mask of what is.
-
-        Args:
-            data: as in `forward`.
-            observed: as in `forward`.
-
-        Returns:
-            Data, and a bool mask of their shape, None if everything is observed.
-
-        >>> from logchain.nn import Gaussian
-        >>> Gaussian(2).known(torch.tensor([1.0, torch.nan]), None)
-        (tensor([1., 0.]), tensor([ True, False]))
-        """
+        """Data with fillers where nothing is observed, and a mask of their shape, None if everything is observed."""
         data = self.check(data)
         known: Tensor | None = None
         if data.is_floating_point():
@@ -105,48 +130,25 @@ class InputLayer(torch.nn.Module):
             if observed.shape != data.shape:
                 observed = observed[..., None].expand(data.shape)
             known = observed if known is None else known & observed
-        if known is None:
-            return data, None
-        if self.event and not self.factorised:
-            whole = known.all(-1, keepdim=True)
-            if at_hand(known) and bool((known != whole).any()):
-                raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
-            known = whole.expand(data.shape)
-        return self.fill(data, known), known
+        if known is not None:
+            if self.event and not self.factorised:
+                whole = known.all(-1, keepdim=True)
+                if at_hand(known) and bool((known != whole).any()):
+                    raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
+                known = whole.expand(data.shape)
+            data = self.fill(data, known)
+        if self.support is not None and at_hand(data):
+            allowed = self.support.check(data)
+            if not bool(allowed.all()):
+                raise ValueError(f"data: expected {self.expected}, got {data[~allowed][0].item():g}")
+        return data, known
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data with some value of the support where nothing is observed.
-
-        Args:
-            data: `[..., *U, *event]`.
-            known: bool mask of the same shape.
-
-        Returns:
-            Data of the same shape and dtype.
-
-        >>> from logchain.nn import Gaussian
-        >>> Gaussian(2).fill(torch.tensor([1.0, 2.0]), torch.tensor([True, False]))
-        tensor([1., 0.])
-        """
+        """Data with some value of the support where nothing is observed."""
         return data.masked_fill(~known, 0)
 
     def check(self, data: Tensor) -> Tensor:
-        """Data, after checks of their kind and shape; subclasses may also check values.
-
-        Args:
-            data: `[..., *U, *event]`.
-
-        Returns:
-            The data.
-
-        Raises:
-            TypeError: they are no tensor of real numbers.
-            ValueError: their shape does not go with the units, or their device is not that of the parameters.
-
-        >>> from logchain.nn import Gaussian
-        >>> Gaussian(2).check(torch.tensor([1.0]))
-        tensor([1.])
-        """
+        """Data, after checks of their kind, shape and device."""
         check_is_tensor("data", data)
         if data.is_complex():
             raise TypeError(f"data: expected real numbers, got {str(data.dtype)[6:]}")
@@ -160,7 +162,7 @@ class InputLayer(torch.nn.Module):
         return data
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew.
+        """Draw the parameters again.
 
         Args:
             generator: the source of randomness.
@@ -170,7 +172,7 @@ class InputLayer(torch.nn.Module):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Draw the parameters anew, in the range of the data.
+        """Draw the parameters again, in the range of the data.
 
         Args:
             data: as in `forward`.
@@ -185,65 +187,49 @@ class InputLayer(torch.nn.Module):
         """
         self.reset_parameters(generator)
 
-    def log_density(self, data: Tensor) -> Tensor:
-        """Log-densities of data without missing entries.
-
-        Args:
-            data: `[..., *U, 1, *event]`.
-
-        Returns:
-            `[..., *U, c]` in nats, or `[..., *U, c, d]` where `factorised`.
-        """
-        raise NotImplementedError
-
+    @torch.no_grad()
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each given state.
+        """One observation of each state.
 
         Args:
             states: int64 `[..., *U]`.
-            generator: the source of randomness.
+            generator: draws the seed, since torch's distributions take no generator.
 
         Returns:
-            `[..., *U, *event]`.
+            `[..., *U, *event]`: int64 for integers, otherwise of the parameters' dtype, float32 at least.
         """
-        raise NotImplementedError
+        axes = [torch.arange(size, device=states.device) for size in self.units[:-1]]
+        grid = torch.meshgrid(*axes, indexing="ij") if axes else ()
+        distribution = self.distribution((*grid, states))
+        devices = [states.device] if states.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices, enabled=generator is not None):
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+            return self._of_kind(distribution.sample(), distribution)
 
-    def log_probabilities(self) -> Tensor:
-        """Log-probabilities of all values, where there are finitely many.
-
-        Returns:
-            `[*U, c, K]` in nats.
-
-        Raises:
-            TypeError: there are infinitely many.
-
-        >>> from logchain.nn import Bernoulli
-        >>> Bernoulli(3).log_probabilities().shape
-        torch.Size([3, 2])
-        """
-        raise TypeError(f"input: expected a family with finitely many values, got {type(self).__name__}")
-
+    @torch.no_grad()
     def mode(self) -> tuple[Tensor, Tensor]:
         """The most probable observation of each unit.
 
         Returns:
             Observations `[*U, c, *event]`, and their log-densities `[*U, c]` in nats.
         """
-        raise NotImplementedError
+        distribution = self.distribution()
+        modes = distribution.mode.detach()
+        return self._of_kind(modes, distribution), distribution.log_prob(modes).to(self.dtype)
 
-    def of_states(self, parameter: Tensor, states: Tensor) -> Tensor:
-        """A parameter at given states.
+    def _of_kind(self, values: Tensor, distribution: torch.distributions.Distribution) -> Tensor:
+        """Values of a distribution as int64 if they are integers, otherwise in the dtype of the log-densities."""
+        support: Any = distribution.support
+        return values.to(torch.int64 if getattr(support, "base_constraint", support).is_discrete else self.dtype)
 
-        Args:
-            parameter: `[*U, c, *rest]`.
-            states: int64 `[..., *U]`.
-
-        Returns:
-            `[..., *U, *rest]`, float32 at least.
-        """
-        axes = [torch.arange(size, device=states.device) for size in self.units[:-1]]
-        grid = torch.meshgrid(*axes, indexing="ij") if axes else ()
-        return arithmetic(parameter)[(*grid, states)]
+    def log_probabilities(self) -> Tensor:
+        """Log-probabilities `[*U, c, K]` in nats of all K values, where there are finitely many."""
+        if self.num_values is None:
+            raise TypeError(f"input: expected a family with finitely many values, got {type(self).__name__}")
+        values = torch.arange(self.num_values, device=next(self.parameters()).device)
+        every: Tensor = self(values.view(-1, *(1,) * (len(self.units) - 1)))
+        return every.movedim(0, -1)
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""

@@ -34,18 +34,18 @@ class Mixture(InputLayer):
         if len(layer.units) < 2:
             raise ValueError(f"layer: expected units (..., c, k), got {layer.units}")
         super().__init__(layer.units[:-1], layer.event)
-        self.layer, self.factorised = layer, layer.factorised
+        self.layer, self.factorised, self.num_values = layer, layer.factorised, layer.num_values
         self.weights = LogWeights(*layer.units, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw components and weights anew: see `InputLayer.reset_parameters`."""
+        """Draw components and weights again: see `InputLayer.reset_parameters`."""
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Initialise the components of each unit as their layer does, and draw the weights anew.
+        """Initialise the components of each unit as their layer does, and draw the weights again.
 
         See `InputLayer.initialise`.
         """
@@ -61,23 +61,14 @@ class Mixture(InputLayer):
         # exactly 0 where nothing is observed: the weights sum to 1 but for rounding
         return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
 
-    def check(self, data: Tensor) -> Tensor:
-        """Data, after the checks of the components' layer: see `InputLayer.check`."""
-        self.layer.check(super().check(data).unsqueeze(-1 - len(self.event)))
-        return data
-
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data filled as in the components' layer: see `InputLayer.fill`."""
+        """Data filled as in the components' layer."""
         return self.layer.fill(data, known)
 
-    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of a random component of each given state: see `InputLayer.draw`."""
-        shares = self.of_states(self.weights().detach(), states).exp()
-        chosen = torch.multinomial(shares.reshape(-1, shares.shape[-1]), 1, generator=generator).view(states.shape)
-        # the layer draws for every unit of the mixture; only the draw for the given state is kept
-        drawn = self.layer.draw(chosen[..., None].expand(*chosen.shape, self.units[-1]), generator)
-        at = states.view(*states.shape, 1, *(1,) * len(self.event))
-        return drawn.gather(states.dim(), at.expand(*states.shape, 1, *self.event)).squeeze(states.dim())
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.MixtureSameFamily:
+        """The mixtures of the components' distributions: see `InputLayer.distribution`."""
+        weights = torch.distributions.Categorical(logits=self.weights()[at], validate_args=False)
+        return torch.distributions.MixtureSameFamily(weights, self.layer.distribution(at), validate_args=False)
 
     def mode(self) -> tuple[Tensor, Tensor]:
         """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density.
@@ -90,11 +81,6 @@ class Mixture(InputLayer):
         best = log_density.max(0)
         at = best.indices.view(1, *self.units, *(1,) * len(self.event)).expand(1, *places.shape[1:])
         return places.gather(0, at)[0], best.values
-
-    def log_probabilities(self) -> Tensor:
-        """Log-probabilities of all values, where the layer has finitely many: see `InputLayer.log_probabilities`."""
-        components: Tensor = self.layer.log_probabilities()
-        return _logsumexp((components + self.weights()[..., None]).movedim(-2, -1))
 
     def _of_layer(self, data: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data and mask with an axis of size 1 for the mixture's units, as the components' layer takes them."""

@@ -2,5 +2,6 @@
 
 from .arcs import Banded, Sparse
 from .products import BlockDiagonal, Kronecker, LowRank, Monarch
+from .weights import TransitionWeights
 
-__all__ = ["Banded", "BlockDiagonal", "Kronecker", "LowRank", "Monarch", "Sparse"]
+__all__ = ["Banded", "BlockDiagonal", "Kronecker", "LowRank", "Monarch", "Sparse", "TransitionWeights"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import transitions as structures
 from ...arguments import check_has_values
-from ..checks import check_count, check_lead
+from ..checks import check_count
 from ..parameters import broadcast
 from .weights import ArcWeights, TransitionWeights
 
@@ -19,7 +19,7 @@ class Banded(TransitionWeights):
     Args:
         num_states: c.
         offsets: the diagonal of each band, different integers from -(c-1) to c-1; some band leads out of every state.
-        lead: sizes of axes before those of the bands: steps, or repetitions and steps. () is one matrix for all steps.
+        lead: sizes of axes before those of the parameters: steps, or repetitions and steps. () is one matrix for all.
         prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
         generator: the source of randomness for the initial weights, uniform over the simplex.
 
@@ -29,7 +29,7 @@ class Banded(TransitionWeights):
     Call: `()` to the structure, with values `[*lead, bands, c]` in nats.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: an offset is out of range or occurs twice, or no band leads out of some state.
 
     Cost: `bands c` exponentials; in a chain, see `logchain.transitions.Banded`.
@@ -51,40 +51,31 @@ class Banded(TransitionWeights):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         check_count("num_states", num_states)
-        check_lead(lead)
+        super().__init__(num_states, lead)
         bands = len(offsets) if isinstance(offsets, Sequence) else 1  # another kind is refused by the structure
         if not bands:
             raise ValueError("offsets: expected one or more, got none")
         self.offsets = structures.Banded(torch.zeros(bands, num_states), offsets).offsets
         sources = torch.arange(num_states) - torch.tensor(self.offsets)[:, None]  # (bands, c)
-        check_has_values("offsets", sources)  # what is computed here is not drawn anew by `reset_parameters`
+        check_has_values("offsets", sources)  # what is computed here is not drawn by `reset_parameters`
         inside = (sources >= 0) & (sources < num_states)
         _check_sources("offsets", sources[inside], num_states)
         self.register_buffer("places", inside.flatten().nonzero()[:, 0], persistent=False)
-        self.num_states = num_states
         self.weights = ArcWeights(sources[inside], num_states, lead, prior_count, generator)
 
-    def forward(self) -> structures.Banded:
-        """The structure, of logarithms."""
-        logs = self.weights()
-        bands = logs.new_full((*logs.shape[:-1], len(self.offsets) * self.num_states), -torch.inf)
-        bands = bands.index_copy(-1, cast(Tensor, self.places), logs)
+    def structure(self, *logs: Tensor) -> structures.Banded:
+        """The structure, with -inf where a value of a band has no source state."""
+        (arcs,) = logs
+        bands = arcs.new_full((*arcs.shape[:-1], len(self.offsets) * self.num_states), -torch.inf)
+        bands = bands.index_copy(-1, cast(Tensor, self.places), arcs)
         return structures.Banded(bands.unflatten(-1, (-1, self.num_states)), self.offsets)
 
-    def set(self, values: Tensor) -> None:
-        """Set the weights to probabilities.
-
-        Args:
-            values: `[*lead, bands, c]`, laid out as those of `logchain.transitions.Banded`; they are normalised.
-
-        Raises:
-            ValueError: a number is negative, or what leads out of a state adds up to 0.
-        """
+    def as_weights(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """The values of bands `[*lead, bands, c]` that have a source state."""
+        (bands,) = parameters
         shape = (*self.weights.logits.shape[:-1], len(self.offsets), self.num_states)
-        values = broadcast("values", values, torch.Size(shape)).flatten(-2)
-        self.weights.set(values[..., cast(Tensor, self.places)])
+        return (broadcast("values", bands, torch.Size(shape)).flatten(-2)[..., cast(Tensor, self.places)],)
 
 
 class Sparse(TransitionWeights):
@@ -96,9 +87,7 @@ class Sparse(TransitionWeights):
         indices: integers `[2, arcs]`, the state that each arc leads from and the one that it leads to. Some arc leads
             out of every state, and no pair occurs twice.
         num_states: c; by default one more than the largest index.
-        lead: sizes of axes before that of the arcs: steps, or repetitions and steps. () is one matrix for all steps.
-        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
-        generator: the source of randomness for the initial weights, uniform over the simplex.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         weights: `LogWeights` `[*lead, arcs]`, in the order of the indices.
@@ -111,7 +100,7 @@ class Sparse(TransitionWeights):
     With the probability `q_d / (q_d + q_{d+1} + ...)` for leaving, the stay takes d steps with probability `q_d`.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: an index is out of range, a pair occurs twice, or no arc leads out of some state.
 
     Cost: `arcs` exponentials; in a chain, see `logchain.transitions.Sparse`.
@@ -132,33 +121,21 @@ class Sparse(TransitionWeights):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
-        check_lead(lead)
         arcs = indices.shape[-1] if isinstance(indices, Tensor) and indices.dim() else 1
         # arcs are sorted once; this structure has no parameters
-        self._structure = structures.Sparse(indices, torch.zeros(arcs), num_states).with_parameters()
-        self.num_states, indices = self._structure.states, self._structure.indices
+        structure = structures.Sparse(indices, torch.zeros(arcs), num_states).with_parameters()
+        super().__init__(structure.states, lead)
+        self._structure, indices = structure, structure.indices
         _check_sources("indices", indices[0], self.num_states)
         self.register_buffer("indices", indices)
         self.weights = ArcWeights(indices[0], self.num_states, lead, prior_count, generator)
 
-    def forward(self) -> structures.Sparse:
-        """The structure, of logarithms."""
-        logs, indices = self.weights(), cast(Tensor, self.indices)
+    def structure(self, *logs: Tensor) -> structures.Sparse:
+        """The structure, whose arcs are sorted again where the indices have moved to another device."""
+        (arcs,), indices = logs, cast(Tensor, self.indices)
         if self._structure.indices.device != indices.device:
-            self._structure = structures.Sparse(indices, logs.detach(), self.num_states).with_parameters()
-        return self._structure.with_parameters(logs)
-
-    def set(self, values: Tensor) -> None:
-        """Set the weights of arcs to probabilities.
-
-        Args:
-            values: `[*lead, arcs]`, in the order of the indices; they are normalised.
-
-        Raises:
-            ValueError: a number is negative, or what leads out of a state adds up to 0.
-        """
-        self.weights.set(values)
+            self._structure = structures.Sparse(indices, arcs.detach(), self.num_states).with_parameters()
+        return self._structure.with_parameters(arcs)
 
 
 def _check_sources(name: str, sources: Tensor, num_states: int) -> None:

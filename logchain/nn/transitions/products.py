@@ -1,14 +1,13 @@
 """Trained factors of transition matrices that are products; rows of the products sum to 1."""
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from ... import transitions as structures
 from ...arguments import check_flag
-from ..checks import check_count, check_lead
+from ..checks import check_count
 from ..log_weights import LogWeights
 from ..parameters import broadcast
 from .weights import TransitionWeights
@@ -23,18 +22,16 @@ class LowRank(TransitionWeights):
         num_states: c.
         rank: r, the number of components.
         diagonal: whether states may stay without a component.
-        lead: sizes of axes before those of the factors: steps, or repetitions and steps. () is one matrix for all.
-        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
-        generator: the source of randomness for the initial weights, uniform over the simplex.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         left: `LogWeights` `[*lead, c, r]`, or `[*lead, c, r + 1]` with the diagonal as the last one.
         right: `LogWeights` `[*lead, c, r]`, which sum to 1 over the states.
 
-    Call: `()` to the structure, of logarithms. It has no best path: `logchain.viterbi` raises TypeError.
+    It has no best path: `logchain.viterbi` raises TypeError.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of another kind.
         ValueError: a size is not positive.
 
     Cost: `2 c r` exponentials; in a chain, see `logchain.transitions.LowRank`.
@@ -56,42 +53,33 @@ class LowRank(TransitionWeights):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         check_count("num_states", num_states)
         check_count("rank", rank)
-        check_lead(lead)
         check_flag("diagonal", diagonal)
-        self.num_states, self.diagonal = num_states, diagonal
+        super().__init__(num_states, lead)
+        self.diagonal = diagonal
         shape = (*lead, num_states, rank)
         self.left = LogWeights(*shape[:-1], rank + diagonal, prior_count=prior_count, generator=generator)
         self.right = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)
 
-    def forward(self) -> structures.LowRank:
-        """The structure, of logarithms."""
-        left, right = self.left(), self.right()
+    def structure(self, *logs: Tensor) -> structures.LowRank:
+        """The structure, whose diagonal is the last of the components to the left."""
+        left, right = logs
         if not self.diagonal:
             return structures.LowRank(left, right)
         return structures.LowRank(left[..., :-1], right, left[..., -1])
 
-    def set(self, left: Tensor, right: Tensor, diagonal: Tensor | None = None) -> None:
-        """Set the weights to probabilities.
-
-        Args:
-            left: `[*lead, c, r]`, normalised over the components, the diagonal among them.
-            right: `[*lead, c, r]`, normalised over the states.
-            diagonal: `[*lead, c]`, or None where there is none.
-
-        Raises:
-            ValueError: a number is negative, a sum is 0, or the diagonal is missing or one too many.
-        """
-        if self.diagonal != (diagonal is not None):
-            raise ValueError(f"diagonal: expected {'one' if self.diagonal else 'None'}, got {diagonal}")
-        if diagonal is not None:
-            shape = self.left.logits.shape
-            left = broadcast("left", left, torch.Size((*shape[:-1], shape[-1] - 1)))
-            left = torch.cat([left, broadcast("diagonal", diagonal, shape[:-1])[..., None]], -1)
-        self.left.set(left)
-        self.right.set(right)
+    def as_weights(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """The factors to the left `[*lead, c, r]`, with the diagonal `[*lead, c]`, and to the right `[*lead, c, r]`."""
+        if len(parameters) != 2 + self.diagonal:
+            expected = "left, right and diagonal" if self.diagonal else "None besides left and right"
+            raise ValueError(f"diagonal: expected {expected}, got {len(parameters)} parameters")
+        left, right, *diagonal = parameters
+        if not diagonal:
+            return left, right
+        shape = self.left.logits.shape
+        left = broadcast("left", left, torch.Size((*shape[:-1], shape[-1] - 1)))
+        return torch.cat([left, broadcast("diagonal", diagonal[0], shape[:-1])[..., None]], -1), right
 
 
 class BlockDiagonal(TransitionWeights):
@@ -100,14 +88,10 @@ class BlockDiagonal(TransitionWeights):
     Args:
         num_blocks: A, the number of groups.
         block_size: B, the states of each.
-        lead: sizes of axes before those of the blocks: steps, or repetitions and steps. () is one matrix for all steps.
-        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
-        generator: the source of randomness for the initial weights, uniform over the simplex.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         blocks: `LogWeights` `[*lead, A, B, B]`.
-
-    Call: `()` to the structure, of logarithms.
 
     Raises:
         TypeError: a size is no integer.
@@ -122,6 +106,8 @@ class BlockDiagonal(TransitionWeights):
             [0., 1.]], grad_fn=<ExpBackward0>)
     """
 
+    kind = structures.BlockDiagonal
+
     def __init__(
         self,
         num_blocks: int,
@@ -131,28 +117,11 @@ class BlockDiagonal(TransitionWeights):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         check_count("num_blocks", num_blocks)
         check_count("block_size", block_size)
-        check_lead(lead)
-        self.num_states = num_blocks * block_size
+        super().__init__(num_blocks * block_size, lead)
         shape = (*lead, num_blocks, block_size, block_size)
         self.blocks = LogWeights(*shape, prior_count=prior_count, generator=generator)
-
-    def forward(self) -> structures.BlockDiagonal:
-        """The structure, of logarithms."""
-        return structures.BlockDiagonal(self.blocks())
-
-    def set(self, blocks: Tensor) -> None:
-        """Set the blocks to probabilities.
-
-        Args:
-            blocks: `[*lead, A, B, B]`, whose rows are normalised.
-
-        Raises:
-            ValueError: a number is negative, or a row adds up to 0.
-        """
-        self.blocks.set(blocks)
 
 
 class Kronecker(TransitionWeights):
@@ -160,14 +129,10 @@ class Kronecker(TransitionWeights):
 
     Args:
         *sizes: the number of values of each part, two or more.
-        lead: sizes of axes before those of the factors: steps, or repetitions and steps. () is one matrix for all.
-        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
-        generator: the source of randomness for the initial weights, uniform over the simplex.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         factors: a `LogWeights` `[*lead, c_k, c_k]` for each part.
-
-    Call: `()` to the structure, of logarithms.
 
     Raises:
         TypeError: a size is no integer.
@@ -182,6 +147,8 @@ class Kronecker(TransitionWeights):
             [0.2000, 0.8000]], grad_fn=<ExpBackward0>)
     """
 
+    kind = structures.Kronecker
+
     def __init__(
         self,
         *sizes: int,
@@ -189,35 +156,12 @@ class Kronecker(TransitionWeights):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         if len(sizes) < 2:
             raise ValueError(f"sizes: expected two or more, got {len(sizes)}")
         check_count("sizes", *sizes)
-        check_lead(lead)
+        super().__init__(math.prod(sizes), lead)
         factors = (LogWeights(*lead, size, size, prior_count=prior_count, generator=generator) for size in sizes)
-        self.num_states, self.factors = math.prod(sizes), torch.nn.ModuleList(factors)
-
-    def forward(self) -> structures.Kronecker:
-        """The structure, of logarithms."""
-        return structures.Kronecker(*(factor() for factor in self._factors))
-
-    def set(self, *matrices: Tensor) -> None:
-        """Set the factors to probabilities.
-
-        Args:
-            *matrices: one `[*lead, c_k, c_k]` for each part, whose rows are normalised.
-
-        Raises:
-            ValueError: there is another number of them, a number is negative, or a row adds up to 0.
-        """
-        if len(matrices) != len(self.factors):
-            raise ValueError(f"matrices: expected {len(self.factors)}, got {len(matrices)}")
-        for factor, matrix in zip(self._factors, matrices, strict=True):
-            factor.set(matrix)
-
-    @property
-    def _factors(self) -> list[LogWeights]:
-        return cast(list[LogWeights], list(self.factors))
+        self.factors = torch.nn.ModuleList(factors)
 
 
 class Monarch(TransitionWeights):
@@ -227,15 +171,11 @@ class Monarch(TransitionWeights):
         num_blocks: A.
         block_size: B, the states of each block; c = A B.
         middle: B', by default B: from each block to as many middles, which divide c.
-        lead: sizes of axes before those of the factors: steps, or repetitions and steps. () is one matrix for all.
-        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
-        generator: the source of randomness for the initial weights, uniform over the simplex.
+        lead: see `Banded`, as for `prior_count` and `generator`.
 
     Attributes:
         left: `LogWeights` `[*lead, A, B, B']`.
         right: `LogWeights` `[*lead, B', A, A']`, with A' = c / B'.
-
-    Call: `()` to the structure, of logarithms.
 
     Raises:
         TypeError: a size is no integer.
@@ -252,6 +192,8 @@ class Monarch(TransitionWeights):
             [0., 0., 0., 1.]], grad_fn=<ExpBackward0>)
     """
 
+    kind = structures.Monarch
+
     def __init__(
         self,
         num_blocks: int,
@@ -262,32 +204,13 @@ class Monarch(TransitionWeights):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         middle = block_size if middle is None else middle
         check_count("num_blocks", num_blocks)
         check_count("block_size", block_size)
         check_count("middle", middle)
-        check_lead(lead)
-        self.num_states = num_blocks * block_size
+        super().__init__(num_blocks * block_size, lead)
         if self.num_states % middle:
             raise ValueError(f"middle: expected a divisor of {self.num_states} states, got {middle}")
         last = self.num_states // middle
         self.left = LogWeights(*lead, num_blocks, block_size, middle, prior_count=prior_count, generator=generator)
         self.right = LogWeights(*lead, middle, num_blocks, last, prior_count=prior_count, generator=generator)
-
-    def forward(self) -> structures.Monarch:
-        """The structure, of logarithms."""
-        return structures.Monarch(self.left(), self.right())
-
-    def set(self, left: Tensor, right: Tensor) -> None:
-        """Set the factors to probabilities.
-
-        Args:
-            left: `[*lead, A, B, B']`, whose rows are normalised.
-            right: `[*lead, B', A, A']`, likewise.
-
-        Raises:
-            ValueError: a number is negative, or a row adds up to 0.
-        """
-        self.left.set(left)
-        self.right.set(right)

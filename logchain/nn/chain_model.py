@@ -1,0 +1,160 @@
+"""What models of sequences along a chain of hidden states share: their arguments, their starts and their fits."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths, as_lengths, check_dense, check_is_tensor, tensor_of
+from .checks import check_mask, mask_of
+from .emissions.input_layer import InputLayer
+from .fitting import Fit, Optimiser, fit, frozen
+from .log_weights import LogWeights
+from .parameters import fill, over
+
+
+class ChainModel(torch.nn.Module):
+    """The starts and fits of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states."""
+
+    # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
+    stationary = False
+
+    @torch.no_grad()
+    def initialise(
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        lengths: Lengths | None = None,
+        covariates: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Draw trained parameters again: weights uniformly over the simplex, emissions at places in the data.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "gaussian")
+        >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))
+        >>> hmm.emission.means.detach().sort().values
+        tensor([1., 5.])
+        """
+        emission = self._emission()
+        of_emission = set(emission.modules())
+        with frozen(self):
+            for part in self.modules():
+                if isinstance(part, LogWeights) and part not in of_emission:
+                    part.reset_parameters(generator)
+            if isinstance(emission, InputLayer) and any(p.requires_grad for p in emission.parameters()):
+                data, known, _ = self._observations(data, observed, lengths)
+                emission.initialise(data, known, generator=generator)
+
+    def fit(
+        self,
+        data: Tensor,
+        *,
+        observed: Tensor | None = None,
+        lengths: Lengths | None = None,
+        covariates: Tensor | None = None,
+        method: Literal["em", "gradient"] = "em",
+        max_iterations: int = 100,
+        tolerance: float = 1e-2,
+        batch_size: int | None = None,
+        step: float | Callable[[int], float] | None = None,
+        optimiser: Optimiser | None = None,
+        restarts: int = 1,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Fit:
+        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
+
+        `observed`, `lengths` and, of an `HMM`, `covariates` are those of the class, the other options those of
+        `logchain.nn.fit`. By default the parameters are initialised first; `restarts=0` starts from the present ones.
+
+        Returns:
+            A `Fit`; its `str` is a short report.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "poisson")
+        >>> report = hmm.fit(torch.tensor([0, 1, 0, 1, 30, 31, 32, 33]), generator=torch.Generator().manual_seed(0))
+        >>> report.converged
+        True
+        >>> hmm.emission.log_rates.exp().detach().sort().values
+        tensor([ 0.5000, 31.5000])
+        """
+        if method == "em" and self.stationary:
+            raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
+        conditions = {"observed": observed, "lengths": lengths, "covariates": covariates}
+        data, conditions = self._in_batch(data, {name: part for name, part in conditions.items() if part is not None})
+        return fit(
+            self,
+            data,
+            conditions=conditions,
+            method=method,
+            max_iterations=max_iterations,
+            tolerance=tolerance,
+            batch_size=batch_size,
+            step=step,
+            optimiser=optimiser,
+            restarts=restarts,
+            generator=generator,
+            progress=progress,
+        )
+
+    def _emission(self) -> torch.nn.Module:
+        """The module of the densities of observations."""
+        raise NotImplementedError
+
+    def _event_axes(self) -> int | None:
+        """Number of axes of the data after that of the steps; None if it is not known."""
+        raise NotImplementedError
+
+    def _observations(
+        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Data with 0 where nothing is observed, the mask of what is, None if everything is, and the lengths `[*B]`.
+
+        The mask ends with each sequence. If the number of axes of an event is known, it has the shape of the data,
+        otherwise that of `observed` or `[*B, v]`.
+        """
+        check_is_tensor("data", data)
+        check_dense("data", data)
+        event_axes = self._event_axes()
+        if event_axes is not None:
+            steps = data.shape[: max(data.dim() - event_axes, 0)]  # (*B, v)
+        else:
+            steps = data.shape[: 1 + (0 if lengths is None else tensor_of(lengths).dim())]
+        if not steps:
+            raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
+        known, ends = observed, None
+        if observed is not None and event_axes is not None:
+            known = mask_of(observed, data.shape, steps)
+        elif observed is not None:
+            # the shape of the mask says how many axes of the data are those of an event
+            check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
+            steps = observed.shape
+        if lengths is not None:
+            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
+            inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
+            known = inside if known is None else known & over(inside, known.shape)
+        if known is None:
+            return data, None, ends
+        # entries that are not observed may be outside the emission's support
+        return fill(data, known), known if event_axes is None else over(known, data.shape), ends
+
+    def _in_batch(self, data: Tensor, conditions: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Data and conditions with a batch axis: one is added to a single sequence, if the axes of an event are known.
+
+        Conditions of another kind are refused by `log_prob`.
+        """
+        check_is_tensor("data", data)
+        event_axes = self._event_axes()
+        if "observed" in conditions and event_axes is not None:
+            conditions["observed"] = mask_of(conditions["observed"], data.shape, data.shape[: data.dim() - event_axes])
+        if "lengths" in conditions:
+            conditions["lengths"] = tensor_of(conditions["lengths"])
+        if event_axes is None or data.dim() != 1 + event_axes:
+            return data, conditions
+        if "lengths" in conditions:
+            as_lengths(conditions["lengths"], data.new_empty(()).expand(data.shape[0], 1), given=("data", data))
+        parts = {name: part[None] if isinstance(part, Tensor) else part for name, part in conditions.items()}
+        return data[None], parts
