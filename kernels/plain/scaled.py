@@ -1,12 +1,7 @@
-"""Chains whose matrices are products of factors, by scaled linear messages on any device but a GPU.
+"""The parameters of a product of factors as linear weights near 1, which are 0 only where they are given as 0.
 
-    U_t = S_{t-1} P_t        S_t = U_t E_t f_t        E_t = exp(x_t - max x_t)        log Z = log(sum S_{v-1}) - ...
-
-f_t are powers of two that keep the largest of S near 2^TOP. Emissions, weights and messages that are too small to be
-multiplied are raised: a sum is 0 only where no path leads. A sequence with a sum so small that raised numbers may be in
-its digits is recomputed in logarithms. Backward, with B = 1 at the end:
-
-    posterior = S B / sum S B        T_t = B_t E_t f_t / sum S B        B_{t-1} = P_t T_t        counts = S_{t-1} T_t
+Powers of two are taken out of linear parameters, and the largest of logarithms. Weights that are too small to be
+multiplied by a small message are raised. Sums of messages in whose digits raised numbers may be are below `limit`.
 """
 
 import math
@@ -14,195 +9,137 @@ import math
 import torch
 from torch import Tensor
 
-from .. import in_large_pages
 from ..layout import Layout
-from ..numbers import exact_sum
 from ..structured import Structured
-from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves, multiply
 
-# log 2 as two numbers; products of the first with exponents are exact
-_LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
+# as in c/scale.h: the largest message, the least emission, and how far below a sum its raised terms have to be, in bits
+TOP, DEEPEST, GUARD = ({torch.float32: a, torch.float64: b} for a, b in ((100, 900), (108, 960), (26, 55)))
+
+# the bits that products of a message of 2^TOP and weights may lose without being denormal; the most of them in one
+# parameter; and the bits of posteriors in the backward scan
+_BITS, _MOST, _SPARE = ({torch.float32: a, torch.float64: b} for a, b in ((226, 1922), (90, 900), (90, 64)))
+
+# parameters are read in place if their largest entries are within 2^-_NEAR to 2^_NEAR
+_NEAR = 8.0
 
 
-class Scan:
-    """The sequences of a chain as n rows, and what a forward and a backward scan share.
-
-    Rows are in the order of sets; those of a single set in that of their lengths, the longest first.
+class Weights:
+    """The parameters of a chain as weights of the dtype of the arithmetic.
 
     Attributes:
-        order: the sequence of each row (n), as an index of the flattened batch.
-        ends: the number of steps of each row (n).
-        active: for each step, how many of the first rows it takes: those that have it, or of several sets all.
-        tops, factors: (v, n), max x and f of each step.
-        flagged: (n), whether a sequence has to be recomputed.
-        live, weight, inverse: (n), backward: which rows are computed, their weights, and 1 / sum S B of the last step.
+        values: the parameters (s, sets, *own).
+        scales: what is taken out of each (s, sets): logarithms, to base 2 of linear parameters.
+        one_step: whether all steps have the same parameters.
+        depth: messages are raised to 2^-depth of their largest entry.
+        limit: sums below may be inexact, of messages of at most 2^TOP.
+        spare: sums of posteriors are 2^spare in the backward scan, whose counts do not overflow.
+        least_source: what is negligible there, compared with sums of messages of at most 2^TOP.
     """
 
-    live: Tensor
-    weight: Tensor
+    def __init__(self, chain: Structured, layout: Layout) -> None:
+        self.chain, dtype = chain, chain.dtype
+        self.values = [layout.parameter(parameter.resolve_neg()) for parameter in chain.parameters]
+        self.one_step = all(len(values) <= 1 for values in self.values)
+        self._index, self._ready = -1, list[Tensor]()
+        tops, lows = zip(*map(self._range, self.values), strict=True)
+        self.scales = self._scales(tops)
+        self._scaled = chain.log_params or any(bool(scale.any()) for scale in self.scales)
+        factors, count = chain.pattern.factors, len(chain.pattern.factors)
+        highs = [self._bits(top - scale, -math.inf) for top, scale in zip(tops, self.scales, strict=True)]
+        depths = [self._bits(scale - low, 0.0) for scale, low in zip(self.scales, lows, strict=True)]
+        least, used = min(_MOST[dtype], _BITS[dtype] // (count + 1)), max(sum(depths[:count]), *depths[count:], 0.0)
+        self._floor = 2.0**-least if max(used + DEEPEST[dtype] - _BITS[dtype], max(depths) - _MOST[dtype]) > 0 else 0.0
+        self.depth = least if self._floor else DEEPEST[dtype]
+        # the largest sum of a message of ones times the product, over the number of terms in a path
+        entering = [factor.entering for factor in factors]
+        terms = max(1.0, math.prod(entering) / sum(entering))
+        bound = max(terms * 2.0 ** sum(highs[:count]), *(2.0**high for high in highs[count:]), 0.0) or 1.0
+        self.limit = 2.0 ** (TOP[dtype] - self.depth + GUARD[dtype]) * bound
+        self.spare = min(_SPARE[dtype], int(TOP[dtype] - min(max(depths), least if self._floor else math.inf)))
+        self.least_source = 2.0 ** (self.spare - GUARD[dtype] - 8 - TOP[dtype]) / (bound * sum(entering))
 
-    def __init__(self, chain: Structured) -> None:
-        self.chain, self.product, device = chain, chain.pattern.factors, chain.x.device
-        self.layout = Layout.of_parameters(chain.batch, chain.parameters)
-        self.prepared, self.n = PreparedFactors(chain, self.layout), math.prod(self.layout.grid)
-        order = self.layout.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
-        ends = torch.full_like(order, chain.v) if chain.ends is None else chain.ends.reshape(-1)[order]
-        if self.layout.grid[0] == 1:
-            ends, index = ends.sort(descending=True, stable=True)
-            order = order[index]
-        self.order, self.ends = order, ends.contiguous()
-        having = (self.n - torch.bincount(ends, minlength=chain.v + 1).cumsum(0)).tolist()
-        self.stops = set(ends.tolist())
-        self.active = [count if self.layout.grid[0] == 1 else self.n for count in having if count]
-        self.tops, self.factors = self.new(chain.v, self.n).zero_(), self.new(chain.v, self.n).fill_(1.0)
-        self.flagged = torch.zeros(self.n, dtype=torch.bool, device=device)
-        self.inverse = torch.zeros(self.n, dtype=torch.float64, device=device)
+    def _bits(self, logs: Tensor, least: float) -> float:
+        """The largest of logarithms, as of `scales`, to base 2; at least `least`."""
+        return max(float(logs.amax()) / (math.log(2.0) if self.chain.log_params else 1.0), least) if len(logs) else 0.0
 
-    def new(self, *shape: int) -> Tensor:
-        """Uninitialized memory of the dtype of the arithmetic."""
-        return in_large_pages(self.chain.x.new_empty(shape, dtype=self.chain.dtype))
+    def _range(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of the largest and of the least positive weights (s, sets), as of `scales`.
 
-    def slots(self, count: int, size: int) -> Tensor:
-        """Uninitialized memory (count, size), aligned to 64 bytes each: products then do not depend on which it is."""
-        lanes = 64 // self.chain.dtype.itemsize
-        return self.new(count, -(-size // lanes) * lanes)[:, :size]
-
-    def rows(self, values: Tensor) -> Tensor:
-        """Values [*B or ones, *rest] of sequences as (n, *rest)."""
-        rest = values.shape[len(self.chain.batch) :]
-        return values.expand((*self.chain.batch, *rest)).reshape(self.n, *rest)[self.order]
-
-    def in_batch(self, rows: Tensor) -> Tensor:
-        """Values (n, *rest) of rows as [*B, *rest]."""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows).view((*self.chain.batch, *rows.shape[1:]))
-
-    def x(self, step: int, count: int) -> Tensor:
-        """The log-potentials of a step (count, c)."""
-        return self.chain.x[..., step, :].reshape(self.n, self.chain.c)[self.order[:count]]
-
-    def leaving(self, sums: Tensor, count: int, blocks: int) -> Tensor:
-        """The rows (count, c) that leave a product, from the memory that it was written to."""
-        c = self.chain.c
-        grid = sums.view(-1)[: count * c].view(self.layout.grid[0], blocks, count // self.layout.grid[0], c // blocks)
-        return grid.transpose(1, 2).reshape(count, c)
-
-    def add_diagonal(self, sums: Tensor, rows: Tensor, diagonal: Tensor | None) -> None:
-        """Add what the diagonal (sets, c) adds to the sums of rows."""
-        if diagonal is not None:
-            shape = len(diagonal), -1, rows.shape[1]
-            sums[: len(rows)].view(shape).addcmul_(rows.view(shape), diagonal[:, None])
-
-    def start(self) -> tuple[Tensor, Tensor]:
-        """p0 (n, c) with a largest entry of 2^(TOP - 1) to 2^TOP, and the logarithm of what it was divided by (n)."""
-        values, dtype, log = self.chain.p0.double(), self.chain.dtype, self.chain.log_params
-        top = values.amax(-1, keepdim=True)
-        scale = torch.where(top.isfinite(), top, 0.0)
-        if log:
-            weights = (values - scale).exp()
-        else:
-            scale = torch.frexp(scale).exponent.double()
-            first, second = halves(scale)
-            weights = values * first * second
-        weights = weights * 2.0 ** TOP[dtype]
-        least = 2.0 ** (TOP[dtype] - self.prepared.depth - 1)  # flagged, but not 0
-        weights.masked_fill_((values > (-math.inf if log else 0.0)) & (weights < least), least)
-        return self.rows(weights.to(dtype)).contiguous(), self.rows(scale)[:, 0]
-
-
-class Steps:
-    """The steps between products of matrices, of messages S (v or 2, n, c)."""
-
-    def __init__(self, scan: Scan, state: Tensor) -> None:
-        self.scan, self.state, dtype, depth = scan, state, scan.chain.dtype, scan.prepared.depth
-        self.floor, self.spread = 2.0 ** (TOP[dtype] - depth), DEEPEST[dtype] - depth
-        self.scale, self.least = 2.0**scan.prepared.spare, scan.prepared.least_source
-
-    def _emissions(self, step: int, count: int, top: Tensor) -> Tensor:
-        x = self.scan.x(step, count)
-        least = -DEEPEST[self.scan.chain.dtype] * math.log(2.0)
-        return (x - top[:, None]).clamp(min=least).exp().masked_fill(x == -math.inf, 0.0)
-
-    def forward(self, step: int, count: int, sums: Tensor, blocks: int, limit: float) -> None:
-        """Write S of the first rows, and their entries of the tables, from the memory of sums U."""
-        scan, dtype = self.scan, self.scan.chain.dtype
-        sums, inside, flags = scan.leaving(sums, count, blocks), scan.ends[:count] > step, scan.flagged[:count]
-        top = scan.x(step, count).amax(-1).to(dtype)
-        top = top.masked_fill(top == -math.inf, 0.0)
-        out = self._emissions(step, count, top).to(dtype) * sums
-        high, most = out.amax(-1), sums.amax(-1)
-        flagged = ((sums < limit) & (sums != 0)).any(-1) | ~(high.isfinite() & most.isfinite())
-        flags |= flagged & inside
-        dead, least = flags | ~inside, int(math.log2(torch.finfo(dtype).tiny))
-        power = TOP[dtype] - torch.frexp(high).exponent
-        power = torch.minimum(power, TOP[dtype] - torch.frexp(most).exponent + self.spread)
-        factor = torch.exp2(power.clamp(least, -least).masked_fill(dead | (high == 0), 0).to(dtype))
-        scan.tops[step, :count], scan.factors[step, :count] = top.masked_fill(dead, 0.0), factor
-        out.mul_(factor[:, None])
-        out.masked_fill_((out > 0) & (out < self.floor), self.floor).masked_fill_(dead[:, None], 0.0)
-        self.state[step % len(self.state), :count] = out
-
-    def backward(
-        self, step: int, count: int, sums: Tensor, before: int, blocks: int, source: Tensor, grad_x: Tensor | None
-    ) -> None:
-        """Write T of the first rows, at step 0 S B, 1 / sum S B and the gradient of x (n, v, c), from the memory of B.
-
-        `before`: how many rows are in that memory; B of others is 1.
+        Without positive weights the largest is -inf and the least 0.
         """
-        scan, dtype, rows = self.scan, self.scan.chain.dtype, slice(count)
-        live = scan.live[rows] & (scan.ends[rows] > step)
-        b = torch.ones_like(source)
-        b[:before] = scan.leaving(sums, before, blocks)
-        b.masked_fill_((scan.ends[rows] == step + 1)[:, None], 1.0).masked_fill_(~live[:, None], 0.0)
-        state = self.state[step, rows]
-        posterior = state * b
-        inverse = posterior.sum(-1).double().reciprocal().masked_fill(~live, 0.0)
-        scan.inverse[rows] = inverse
-        if grad_x is not None:  # by two factors: weights may be large or small
-            grad_x[scan.order[rows], step] = posterior * inverse.to(dtype)[:, None] * scan.weight[rows, None].to(dtype)
-        scale = (inverse * scan.factors[step, rows] * self.scale).to(dtype)
-        out = self._emissions(step, count, scan.tops[step, rows]).to(dtype) * b * scale[:, None]
-        if step == 0:
-            source.copy_(posterior)
-            return
-        # no weight where no path leads
-        source.copy_(torch.threshold(out, self.least, 0.0).masked_fill(~live[:, None] | (state == 0), 0.0))
+        log, zero = self.chain.log_params, -math.inf if self.chain.log_params else 0.0
+        high, low = (values.new_zeros(values.shape[:2], dtype=torch.float64) for _ in range(2))
+        for step, entries in enumerate(values.flatten(2)):  # no copy of all steps
+            high[step], low[step] = entries.amax(-1), entries.amin(-1)
+            if not bool((low[step] > zero).all()):
+                low[step] = torch.where(entries > zero, entries, math.inf).amin(-1)
+        return exponent(high, log=log), (low if log else low.log2()).nan_to_num(0.0, 0.0, 0.0)
 
+    def _scales(self, tops: tuple[Tensor, ...]) -> list[Tensor]:
+        if not self.chain.log_params and all(bool(((t == -math.inf) | (t.abs() <= _NEAR)).all()) for t in tops):
+            return [torch.zeros_like(top) for top in tops]
+        if not self.chain.pattern.diagonal:
+            return [top.masked_fill(top == -math.inf, 0.0) for top in tops]
+        # the same for all sets and steps: the diagonal is divided by what the product is, at least its largest weight
+        *highs, last = (top.amax().view(1, 1) if top.numel() else top.new_zeros(1, 1) for top in tops)
+        scales = [high.masked_fill(high == -math.inf, 0.0) for high in highs]
+        scales[0] = scales[0] + (last - torch.stack(scales).sum(0)).clamp(min=0)
+        return [*scales, torch.stack(scales).sum(0)]
 
-def run(scan: Scan, keep: bool, steps_of: type[Steps]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The log-partitions (n), undefined where flagged; S (v, n, c); rows between factors (v - 1, n size), or none."""
-    chain, n, prepared = scan.chain, scan.n, scan.prepared
-    state = scan.slots(chain.v if keep else 2, n * chain.c).unflatten(1, (n, chain.c))
-    sums = scan.new(n, chain.c)
-    keep_middles = keep and sum(factor.size for factor in scan.product[:-1]) <= chain.c
-    middles = [scan.slots(chain.v - 1 if keep_middles else 1, n * factor.size) for factor in scan.product[:-1]]
-    steps, total = steps_of(scan, state), torch.zeros(n, dtype=torch.float64, device=state.device)
-    start, start_shift = scan.start()
-    for step, count in enumerate(scan.active):
-        if step == 0:
-            steps.forward(0, count, start, 1, steps.floor)
+    def shifts(self, steps: int, sets: int) -> Tensor:
+        """The logarithms (steps, sets) of what the product of each step is divided by, as of `scales`."""
+        scales = self.scales[: len(self.chain.pattern.factors)]
+        return torch.stack([scale[:steps].expand(steps, sets) for scale in scales]).sum(0)
+
+    def at(self, step: int) -> list[Tensor]:
+        """The weights (sets, *own) of all parameters into a step."""
+        index = 0 if self.one_step else step - 1
+        if index != self._index:
+            weights = [self._linear(place, index) for place in range(len(self.values))]
+            self._index, self._ready = index, weights
+        return self._ready
+
+    def _linear(self, place: int, index: int) -> Tensor:
+        entries, scale = _at(self.values[place], index), _at(self.scales[place], index)
+        if self._scaled or self._floor:
+            weights = linear(entries, scale, log=self.chain.log_params)
+            positive = entries > (-math.inf if self.chain.log_params else 0.0)
+            entries = weights.masked_fill_(positive & (weights < self._floor), self._floor)
+        entries = entries.to(self.chain.dtype)
+        return entries.contiguous() if self.one_step else entries
+
+    def gradient(self, place: int, step: int, counts: Tensor, factor: float) -> Tensor:
+        """Counts (sets, *own) times `factor`, by a parameter as it was passed in, or by its logarithm, in float64.
+
+        Counts are sums of products of what enters a weight and what leaves it.
+        """
+        chain, entries, scale = self.chain, _at(self.values[place], step - 1), _at(self.scales[place], step - 1)
+        result = counts.double() * factor
+        if chain.log_params or chain.by_log:
+            result *= self.at(step)[place]
         else:
-            before, (matrices, diagonal) = state[(step - 1) % len(state), :count], prepared.at(step)
-            between = [tensor[step - 1 if keep_middles else 0] for tensor in middles]
-            multiply(scan.product, before, matrices, between, sums, scan.layout.grid[0])
-            scan.add_diagonal(sums, before, diagonal)
-            steps.forward(step, count, sums, scan.product[-1].blocks or 1, prepared.limit)
-        if step + 1 in scan.stops:
-            ended = scan.ends == step + 1
-            total[ended] = state[step % len(state)][ended].sum(-1, dtype=torch.float64)
-    uncertain = (total != 0) & ~(total >= 2.0 ** (TOP[chain.dtype] + GUARD[chain.dtype] - prepared.depth))
-    scan.flagged |= uncertain | ~total.isfinite()
-    return _log_norm(scan, start_shift, total), state, middles if keep_middles else []
+            result = linear(result, scale, log=False)
+        # a parameter that no sequence uses may be NaN
+        zero = (entries == (-math.inf if chain.log_params else 0.0)) | (counts == 0)
+        return result.masked_fill_(zero, 0.0)
 
 
-def _log_norm(scan: Scan, start: Tensor, total: Tensor) -> Tensor:
-    """The log-partitions (n) of sums of the last messages."""
-    (sets, members), log, steps = scan.layout.grid, scan.chain.log_params, max(1, len(scan.active))
-    shifts = scan.prepared.shifts(steps - 1, sets)[..., None].expand(-1, -1, members).flatten(1)
-    shifts = shifts.masked_fill(scan.ends <= torch.arange(1, steps, device=start.device)[:, None], 0.0)
-    shifts = torch.cat([shifts, start[None]])
-    rest, exponents = torch.frexp(total)
-    exponents = exponents.double() + steps - torch.frexp(scan.factors[:steps]).exponent.sum(0) - TOP[scan.chain.dtype]
-    if not log:
-        exponents, shifts = exponents + shifts.sum(0), shifts[:0]
-    parts = torch.stack([exponents * _LN2_HIGH, exponents * _LN2_LOW, rest.log()])
-    return torch.stack(exact_sum(torch.cat([scan.tops[:steps].double(), shifts, parts]))).sum(0)
+def exponent(top: Tensor, *, log: bool) -> Tensor:
+    """The logarithm of a largest weight, to base 2 and rounded up of linear ones: -inf for 0, and 0 for NaN and inf."""
+    if log:
+        return torch.where(top < math.inf, top, 0.0)
+    top = torch.where(top < math.inf, top, 0.5)
+    return torch.where(top > 0, torch.frexp(top).exponent.double(), -math.inf)
+
+
+def linear(values: Tensor, scale: Tensor, *, log: bool) -> Tensor:
+    """Weights `exp(values - scale)`, or linear ones times 2^-scale, in float64; scales are those of the first axes."""
+    scale = scale.view(*scale.shape, *(1 for _ in values.shape[scale.dim() :]))
+    if log:
+        return (values.double() - scale).exp()
+    half = (scale / 2).floor()  # a power of two may be out of range
+    return values.double() * torch.exp2(-half) * torch.exp2(half - scale)
+
+
+def _at(values: Tensor, index: int) -> Tensor:
+    return values[index if len(values) > 1 else 0]

@@ -9,7 +9,6 @@ import torch
 from logchain.kernels.cpu import arguments, sparse, team
 from logchain.kernels.cpu import products as cpu_products
 from logchain.kernels.plain import products as plain_products
-from logchain.kernels.plain import scaled
 from logchain.kernels.structured import Factors
 from logchain.queries import product
 from tests.kernels import structures
@@ -343,15 +342,15 @@ def test_states_without_path_through_factors_do_not_overflow_backward(room, monk
 @ROOMS
 def test_steps_of_factors_take_only_sequences_that_have_them(room, monkeypatch):
     chain, counts = draw(structures.monarch(4, 6, 8), (9,), v=12, ends=True), []
-    steps = cpu_products.Steps if room == "cpu" else scaled.Steps
-    for name in ("forward", "backward"):
-        method = getattr(steps, name)
+    scan = cpu_products.Scan if room == "cpu" else plain_products.Scan
+    for name in ("forward_step", "backward_step"):
+        method = getattr(scan, name)
 
         def recorded(self, step, count, *args, method=method):
             counts.append(count)
             method(self, step, count, *args)
 
-        monkeypatch.setattr(steps, name, recorded)
+        monkeypatch.setattr(scan, name, recorded)
     check(room, chain)
     assert sum(counts) == 3 * chain.ends.sum()  # forward twice
 
