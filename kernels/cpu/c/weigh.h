@@ -1,4 +1,4 @@
-/* The steps of scaled messages between matrix products that the caller makes, see kernels/plain/products.py:
+/* The steps of scaled messages between matrix products that the caller makes, see kernels/cpu/products.py:
 
        S = max(U E f, floor) where U E > 0      E = exp(x - max x), raised to 2^-DEEPEST      f = 2^(TOP - k)
 
