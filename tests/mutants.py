@@ -98,7 +98,7 @@ MUTANTS = [
            "(counts / weights.double()).masked_fill(counts == 0, 0.0)", "counts / weights.double()",
            table(f"{VALUES} and plain-product")),
     Mutant("best paths end at the last step", PLAIN + "viterbi.py",
-           "into_next if ends is None else torch.where(ends[..., None] == step + 1, terms, into_next)", "into_next",
+           "torch.where(ended, message, after), torch.where(ended, same, choice)", "after, choice",
            table(f"{LENGTHS} and plain-viterbi")),
     Mutant("a divergence counts a matrix once for all steps", PLAIN + "entropy.py",
            "of_bulk if len(p.bulk) > 1 else of_bulk *", "of_bulk if True else of_bulk *",
