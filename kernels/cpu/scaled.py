@@ -47,15 +47,15 @@ class Weights:
         factors, count = chain.pattern.factors, len(chain.pattern.factors)
         highs = [self._bits(top - scale, -math.inf) for top, scale in zip(tops, self.scales, strict=True)]
         depths = [self._bits(scale - low, 0.0) for scale, low in zip(self.scales, lows, strict=True)]
-        least, used = min(_MOST[dtype], _BITS[dtype] // (count + 1)), max(sum(depths[:count]), *depths[count:], 0.0)
-        self._floor = 2.0**-least if max(used + DEEPEST[dtype] - _BITS[dtype], max(depths) - _MOST[dtype]) > 0 else 0.0
-        self.depth = least if self._floor else DEEPEST[dtype]
+        used, least = max(sum(depths[:count]), *depths[count:], 0.0), min(_MOST[dtype], _BITS[dtype] // (count + 1))
+        raised = used > _BITS[dtype] - DEEPEST[dtype] or max(depths) > _MOST[dtype]
+        self._floor, self.depth = (2.0**-least, least) if raised else (0.0, DEEPEST[dtype])
         # the largest sum of a message of ones times the product, over the number of terms in a path
         entering = [factor.entering for factor in factors]
         terms = max(1.0, math.prod(entering) / sum(entering))
         bound = max(terms * 2.0 ** sum(highs[:count]), *(2.0**high for high in highs[count:]), 0.0) or 1.0
         self.limit = 2.0 ** (TOP[dtype] - self.depth + GUARD[dtype]) * bound
-        self.spare = min(_SPARE[dtype], int(TOP[dtype] - min(max(depths), least if self._floor else math.inf)))
+        self.spare = min(_SPARE[dtype], int(TOP[dtype] - (min(max(depths), least) if raised else max(depths))))
         self.least_source = 2.0 ** (self.spare - GUARD[dtype] - 8 - TOP[dtype]) / (bound * sum(entering))
 
     def _bits(self, logs: Tensor, least: float) -> float:
