@@ -17,9 +17,10 @@ def entering(factors: Sequence[Factor], rows: Tensor, matrices: Sequence[Tensor]
     first = factors[0]
     result = [rows.unflatten(-1, (first.blocks, first.entering)) if first.blocks else rows]
     for factor, matrix in zip(factors[:-1], matrices, strict=False):
-        rows = result[-1]
-        blocks = (matrix.mT @ rows.movedim(-3, -1)).transpose(-3, -1) if factor.blocks else None
-        result.append(_product(factor, rows, matrix) if blocks is None else blocks)
+        if factor.blocks:
+            result.append((matrix.mT @ result[-1].movedim(-3, -1)).transpose(-3, -1))
+        else:
+            result.append(_product(factor, result[-1], matrix))
     return result
 
 

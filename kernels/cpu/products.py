@@ -117,6 +117,13 @@ class Scan(Pointing):
         """Rows (count, c) as products take them: with an axis of sets if there are several."""
         return rows if self.sets == 1 else rows.unflatten(0, (self.sets, -1))
 
+    def of_steps(self, values: Tensor) -> Tensor:
+        """Rows (steps, count, size) of some steps as products take them."""
+        if self.sets == 1:
+            return values.flatten(0, 1)
+        length, _, size = values.shape
+        return values.view(length, self.sets, -1, size).transpose(0, 1).reshape(self.sets, -1, size)
+
     def matrices(self, step: int) -> tuple[list[Tensor], Tensor | None]:
         """The matrices of the factors into a step, and the diagonal (c) or (sets, 1, c)."""
         weights, pattern = self.weights.at(step), self.chain.pattern
@@ -199,7 +206,8 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs) -> Gra
     if grad_x is not None and sum(active) < n * chain.v:
         grad_x.zero_()
     totals = _Counts(scan) if needs[1] else None
-    together = min(_STEPS, max(1, _ROWS // max(1, n))) if totals and scan.weights.one_step and scan.sets == 1 else 1
+    members = max(1, n // max(1, scan.sets))
+    together = min(_STEPS, max(1, _ROWS // members)) if totals and scan.weights.one_step else 1
     memory, last = scan.new(together * n * c), len(active) - 1
     while last > 0:  # steps from first to last, whose counts are made together
         count, first = active[last], last
@@ -255,11 +263,10 @@ class _Counts:
 
         `between`: for all factors but the last, at each step.
         """
-        scan, pattern, (length, count, c) = self.scan, self.scan.chain.pattern, sources.shape
-        rows = scan.state[first - 1 : first - 1 + length, :count].reshape(-1, c)
+        scan, pattern, (length, count, _) = self.scan, self.scan.chain.pattern, sources.shape
+        rows, last = (scan.of_steps(one) for one in (scan.state[first - 1 : first - 1 + length, :count], sources))
         if self.shares is not None:
-            rows = rows * self.shares[:count].repeat(length)[:, None]
-        rows, last = scan.in_sets(rows), scan.in_sets(sources.flatten(0, 1))
+            rows = rows * scan.of_steps(self.shares[:count, None].repeat(length, 1, 1))
         fronts = entering(pattern.factors, rows, scan.matrices(first)[0])
         axis = -3 if pattern.factors[0].blocks else -2
         following = [parts[0] if length == 1 else torch.cat(parts, axis) for parts in between]
