@@ -99,8 +99,8 @@ def in_large_pages(tensor: Tensor) -> Tensor:
 
 
 def structured_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
-    """The module of `forward` and `backward` of factors, and in C of bands and arcs; None for all others."""
-    return module("products", x) if isinstance(pattern, Factors) else exact_kernels(x, pattern)
+    """The module of `forward` and `backward` of factors, bands and arcs in C; None for others, and on other devices."""
+    return load("cpu.products") if in_c(x) and isinstance(pattern, Factors) else exact_kernels(x, pattern)
 
 
 def exact_kernels(x: Tensor, pattern: Any) -> ModuleType | None:

@@ -5,6 +5,7 @@ operands, which are added to its offset, so that a result may be an operand with
 is that of a subclass of `Arithmetic`. An odd last node of a level is a node of the next level.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,19 +59,20 @@ def add_offset(values: Tensor, offset: Tensor) -> Tensor:
     return values.add_(low.to(values.dtype)).add_(rounded)
 
 
-class Arithmetic:
+class Arithmetic(ABC):
     """Products of at most `most` pairs of nodes at once; a subclass defines `pair`, `gradient` and `recomputed`."""
 
-    def __init__(self, most: int, c: int, dtype: torch.dtype, device: torch.device) -> None:
-        pass
+    def __init__(self, most: int, c: int, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
+        """Allocate what products of nodes need."""
 
+    @abstractmethod
     def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write the values `log(exp(left) exp(right))` less the maxima of both, and their maxima; `out` may be either.
 
         Where an operand is impossible, so is the product, whatever is subtracted.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, out: Nodes, grad_left: Tensor, grad_right: Tensor, *, add: bool
     ) -> None:
@@ -78,11 +80,10 @@ class Arithmetic:
 
         Either gradient may be in the memory of `weight`. With `add`, `grad_left` is added to.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def recomputed(self) -> int | Tensor:
         """The number of entries of all products that were recomputed."""
-        raise NotImplementedError
 
     def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write the products of `left` and `right` to `out`, which may be either."""

@@ -1,9 +1,12 @@
-"""The state path of the largest weight: max-plus messages forward, then one state a step back.
+"""The state paths of the largest weights: k max-plus messages per state forward, then back along the choices.
 
-    a_i(j) = max_k (a_{i-1}(k) + log P_i(k, j)) + x_i(j)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
+    a_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r, + x_i(j)
 
-Messages are stored instead of back-pointers: c terms per step give the state before a known one.
+State h at rank r is the r-th best path into h, so that all paths differ; the rank is -inf if there is none. The choices
+`h k + r` are stored, c k integers for each step and sequence. The best path alone is that of k = 1.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from torch import Tensor
 from ..chain import Chain
 from ..numbers import log_weights, shifted
 
-# terms (sets, sequences, states, columns) of a step that are held at a time
+# terms (sets, sequences, columns, c k) of a step that are held at a time
 _TERMS = 2**20
 
 
@@ -31,18 +34,29 @@ class Messages:
     """The max-plus messages of a chain, or of a stretch that a message enters, and the best paths through them.
 
     `leaving` (g, m, c), float64: the last message of each sequence, less its largest entry. `unknown` (g, m): whether a
-    sequence holds NaN or +inf. `entering` (g, m, c): such a message, which is then step 0 of a path, or None.
+    sequence holds NaN or +inf. `entering` (g, m, c): such a message, which is then step 0 of a path, or None. `last`
+    (g, m, c, ranks): the last message of so many best paths into each state.
     """
 
-    def __init__(self, chain: Chain, entering: Tensor | None) -> None:
-        self._chain, self._entered = chain, int(entering is not None)
-        self._messages = chain.new(chain.v + self._entered, chain.g, chain.m, chain.c)
-        self.unknown = unknown(chain, self._entered)
-        message = start(chain) if entering is None else entering.to(chain.dtype)
-        self._messages[0] = message
-        for step in range(1, len(self._messages)):
-            message = self._messages[step] = _after(chain, message, step - self._entered, step - 1)
-        self.leaving = self._messages[-1].double()
+    def __init__(self, chain: Chain, entering: Tensor | None, ranks: int = 1) -> None:
+        g, m, c, entered = chain.g, chain.m, chain.c, int(entering is not None)
+        self._chain, self._entered, self.unknown = chain, entered, unknown(chain, entered)
+        message = chain.new(g, m, c, ranks).fill_(-math.inf)
+        message[..., 0] = start(chain) if entering is None else entering
+        wide = torch.int32 if c * ranks < 2**31 else torch.int64
+        same = torch.arange(c * ranks, dtype=wide, device=message.device).view(c, ranks)
+        self._choices = same.new_empty(chain.v - 1 + entered, g, m, c, ranks)
+        for index, choices in enumerate(self._choices):
+            step = index + 1 - entered
+            after, choice = _largest(message, log_weights(chain.matrix(index), chain.log_params, chain.dtype))
+            potential = shifted(chain.x[step].to(chain.dtype).reshape(g, m, c))[0]
+            after = shifted((after + potential[..., None]).flatten(-2))[0].view_as(message)
+            if chain.ended is not None:
+                ended = chain.ended[step][..., None]
+                after, choice = torch.where(ended, message, after), torch.where(ended, same, choice)
+            message = after
+            choices.copy_(choice)
+        self.last, self.leaving = message, message[..., 0].double()
 
     def follow(self, states: Tensor) -> None:
         """Write into `states` (g, m, steps) the best paths that end, at a sequence's end, there.
@@ -50,21 +64,26 @@ class Messages:
         The last entry of each is the state in which it ends, or negative for any. States are -1 past a sequence's end,
         and everywhere if it is unknown or there is no path.
         """
-        chain, steps = self._chain, states.shape[-1]
-        sets = torch.arange(chain.g, device=states.device)[:, None]
-        final, state = states[..., -1].clone(), torch.empty(0)
-        ends = None if chain.ends is None else chain.ends[..., 0] + self._entered
-        for step in reversed(range(steps)):
-            terms = self._messages[step]
-            if step + 1 < steps:
-                columns = log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
-                into_next = terms + columns
-                terms = into_next if ends is None else torch.where(ends[..., None] == step + 1, terms, into_next)
-            state = terms.argmax(-1)
-            is_last = step + 1 == (steps if ends is None else ends)
-            state = torch.where((final >= 0) & is_last, final, state)
-            states[..., step] = state
-        without_states(chain, states, self.unknown | ~(self.leaving.amax(-1) > -torch.inf), self._entered)
+        final, best = states[..., -1:], self.last[..., 0].argmax(-1, keepdim=True)
+        states.copy_(self.choose(torch.where(final >= 0, final, best))[..., 0, :])
+        without_states(self._chain, states, self.unknown | ~(self.leaving.amax(-1) > -torch.inf), self._entered)
+
+    def choose(self, index: Tensor) -> Tensor:
+        """The states (g, m, k, steps) of paths that end with these entries (g, m, k) of the flattened `last`."""
+        ranks, states = self.last.shape[-1], [index]
+        for choices in reversed(self._choices.flatten(-2).unbind()):
+            states.append(choices.gather(-1, states[-1]).long())
+        return torch.stack(states[::-1], -1) // ranks
+
+
+def _largest(message: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest weights (g, m, c, k) of paths into each state, and their choices, for logarithms of matrices."""
+    parts, columns = [], logs.mT[:, None, :, :, None]  # (g, 1, to, from, 1)
+    for some in columns.split(max(1, _TERMS // max(1, message.numel())), 2):
+        terms = (message[:, :, None] + some).flatten(-2)
+        parts.append(terms.max(-1, keepdim=True) if message.shape[-1] == 1 else terms.topk(message.shape[-1]))
+    values, choices = zip(*parts, strict=True)
+    return torch.cat(values, 2), torch.cat(choices, 2)
 
 
 def start(chain: Chain) -> Tensor:
@@ -74,16 +93,6 @@ def start(chain: Chain) -> Tensor:
     potential, _ = shifted(chain.x[0].double().masked_fill(weights == -torch.inf, -torch.inf))
     message, _ = shifted((shifted(weights)[0] + potential).reshape(chain.g, chain.m, chain.c))
     return message.to(chain.dtype)
-
-
-def _after(chain: Chain, message: Tensor, step: int, index: int) -> Tensor:
-    """The message of a step less its largest entry, of that before it and the matrices at an index."""
-    logs = log_weights(chain.matrix(index), chain.log_params, chain.dtype)[:, None]
-    columns = logs.split(max(1, _TERMS // message.numel()), -1)
-    largest = torch.cat([(message[..., None] + part).amax(-2) for part in columns], -1)
-    potential, _ = shifted(chain.x[step].to(chain.dtype).reshape(message.shape))
-    after, _ = shifted(largest + potential)
-    return after if chain.ended is None else torch.where(chain.ended[step], message, after)
 
 
 def unknown(chain: Chain, entered: int = 0) -> Tensor:

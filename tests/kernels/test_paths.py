@@ -11,7 +11,7 @@ from logchain.kernels.chain import Chain
 from logchain.kernels.cpu import arguments, team
 from logchain.kernels.message import Kept
 from logchain.kernels.plain import sample as sample_plainly
-from logchain.kernels.plain import topk_paths, viterbi
+from logchain.kernels.plain import viterbi
 from logchain.kernels.plain.forward import forward as plain_forward
 from logchain.operands import chain_of
 from tests.contract import poisoned_memory
@@ -90,7 +90,7 @@ def test_threads_groups_and_blocks_change_nothing(question, each, monkeypatch):
             assert_same(answer("cpu", question, problem, 6), whole)
         assert_same(answer("cpu", question, few, 6, 30 if each else 1100), draws)
         monkeypatch.setattr(team, "_parallel", lambda: None)  # Python's threads
-    for module, name in ((sample_plainly, "_WEIGHTS"), (topk_paths, "_TERMS"), (viterbi, "_TERMS")):
+    for module, name in ((sample_plainly, "_WEIGHTS"), (viterbi, "_TERMS")):
         monkeypatch.setattr(module, name, 200)
     exact = arranged(chain.to(F64), lengths)
     assert_same(answer("plain", question, exact, 6), answer("cpu", question, exact, 6))

@@ -1,4 +1,4 @@
-"""Kernels of arcs, bands and products of factors, in C and in torch operations, against dense chains in log space."""
+"""Scans of arcs, bands and products of factors, in C and in torch operations, against dense chains in log space."""
 
 import math
 from dataclasses import replace
@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from logchain.autograd import chain as product
-from logchain.kernels.cpu import arguments, sparse, team
-from logchain.kernels.cpu import products as cpu_products
-from logchain.kernels.plain import products as plain_products
-from logchain.kernels.plain import scaled
+from logchain.kernels.cpu import arguments, products, sparse, team
 from logchain.kernels.structured import Factors
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, answers, check, draw, flat, given, hub
@@ -329,30 +326,27 @@ def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
         assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).flagged == recomputed
 
 
-@ROOMS
-def test_states_without_path_through_factors_do_not_overflow_backward(room, monkeypatch):
+def test_states_without_path_through_factors_do_not_overflow_backward(monkeypatch):
     parameters = [[[[[1.0]], [[1.0]]]]]
-    assert check(room, given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).flagged
+    assert check("cpu", given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).flagged
     chain = given(TWO_STATES["factors"], parameters, [*[[0.0, 45]] * 12, [0.0, 0]], [1.0, 0])
-    walk = check(room, chain, near=1e-5)
+    walk = check("cpu", chain, near=1e-5)
     assert not walk.flagged.any()
-    monkeypatch.setattr(plain_products, "forward", None)
-    structures.Room(room).backward(chain, walk, structures.weights_of(chain), structures.ALL)
+    monkeypatch.setattr(products, "forward", None)
+    structures.Room("cpu").backward(chain, walk, structures.weights_of(chain), structures.ALL)
 
 
-@ROOMS
-def test_steps_of_factors_take_only_sequences_that_have_them(room, monkeypatch):
+def test_steps_of_factors_take_only_sequences_that_have_them(monkeypatch):
     chain, counts = draw(structures.monarch(4, 6, 8), (9,), v=12, ends=True), []
-    steps = cpu_products.Steps if room == "cpu" else scaled.Steps
-    for name in ("forward", "backward"):
-        method = getattr(steps, name)
+    for name in ("forward_step", "backward_step"):
+        method = getattr(products.Scan, name)
 
         def recorded(self, step, count, *args, method=method):
             counts.append(count)
             method(self, step, count, *args)
 
-        monkeypatch.setattr(steps, name, recorded)
-    check(room, chain)
+        monkeypatch.setattr(products.Scan, name, recorded)
+    check("cpu", chain)
     assert sum(counts) == 3 * chain.ends.sum()  # forward twice
 
 

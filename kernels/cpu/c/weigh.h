@@ -1,9 +1,8 @@
-/* The steps of scaled messages between matrix products that the caller makes, see kernels/plain/scaled.py:
+/* The steps of scaled messages between matrix products that the caller makes, see kernels/cpu/products.py:
 
-       S = max(U E f, floor) where U E > 0      E = exp(x - max x), raised to 2^-DEEPEST      f = 2^min(TOP - k, ...)
+       S = max(U E f, floor) where U E > 0      E = exp(x - max x), raised to 2^-DEEPEST      f = 2^(TOP - k)
 
-   for sums U and max U E in [1/2, 1) 2^k. f is smaller where f times a raised E would be above the floor. A row is
-   flagged if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
+   for sums U and max U in [1/2, 1) 2^k, so that f times a raised E is at most the floor. A row is flagged if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
 
        gradient of x = weight S B / sum S B      T = scale E B f / sum S B where S > 0; 0 if that is at most `least` */
 #pragma once
@@ -12,16 +11,15 @@
 typedef struct {
     int64_t first, last, shares; /* of this thread */
     int64_t step, count;         /* the first `count` rows are computed */
-    int64_t rows, states, slots, slot, sets, blocks, before;
-    const real *sums;            /* U (sets, blocks, count / sets, states / blocks); or B of `before` rows, else 1 */
+    int64_t rows, states, slots, slot;
+    const real *sums;            /* U (count, states); or B, which is 1 in rows that end with this step */
     const real *x;               /* row q of a step is at x_at[q] + step states x_step; its entries are contiguous */
     const int64_t *x_at;
     int64_t x_step;
     const int64_t *ends;         /* (rows): number of steps */
     double limit, floor, scale, least;
-    int64_t spread;              /* k of U may exceed that of U E by so much without a smaller f */
     real *state;                 /* S (rows, states) of a step is in slot step % slots, of `slot` entries */
-    real *tops, *factors;        /* (steps, rows): max x and f */
+    real *tops, *powers;         /* (steps, rows): max x and f */
     uint8_t *flagged;            /* (rows) */
     const uint8_t *live;         /* (rows), backward: whether T is computed; 0 elsewhere */
     const double *weight;
@@ -40,16 +38,6 @@ INLINE void put_vector(real *row, int64_t j, int64_t c, reals a) {
     else store_some(row + j, a, c - j);
 }
 
-/* The sums of row q of `count`: in place where they are contiguous, otherwise a copy. */
-INLINE const real *sums_of(const Weigh *a, int64_t count, int64_t q, real *copy) {
-    int64_t members = count / a->sets, set = q / members, part = a->states / a->blocks;
-    const real *sums = a->sums + set * members * a->states + (q - set * members) * part;
-    if (a->blocks == 1) return sums;
-    for (int64_t block = 0; block < a->blocks; block++)
-        __builtin_memcpy(copy + block * part, sums + block * members * part, part * sizeof(real));
-    return copy;
-}
-
 INLINE const real *x_of(const Weigh *a, int64_t q) { return a->x + a->x_at[q] + a->step * a->x_step; }
 INLINE real *state_of(const Weigh *a, int64_t q) { return a->state + a->step % a->slots * a->slot + q * a->states; }
 
@@ -57,7 +45,7 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t c = a->states;
     const real *x = x_of(a, q);
     real *s = state_of(a, q), top, factor, floor = (real)a->floor;
-    const real *u = sums_of(a, a->count, q, s);
+    const real *u = a->sums + q * c;
     reals high = splat(-INFINITE);
     naturals least = (naturals){0} - 1, most = {0}, peak = {0};
     for (int64_t j = 0; j < c; j += LANES) high = larger(high, vector_at(x, j, c, -INFINITE));
@@ -73,13 +61,12 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     natural limit = (natural)bits_of((real)a->limit), infinite = (natural)bits_of(INFINITE); /* negative: larger */
     a->flagged[q] = tall >= infinite || heavy >= infinite || (low + 1 != 0 && low + 1 < limit);
     if (a->flagged[q]) return clear(c, s);
-    int64_t power = TOP - exponent_of((whole)heavy), bound = TOP - exponent_of((whole)tall) + a->spread;
-    factor = heavy == 0 ? 1 : scale_to_top(TOP - (power < bound ? power : bound));
+    factor = scale_to_top(exponent_of((whole)tall));
     for (int64_t j = 0; j < c; j += LANES) {
         reals scaled = vector_at(s, j, c, 0) * factor;
         put_vector(s, j, c, where((scaled > 0) & (scaled < floor), splat(floor), scaled));
     }
-    a->tops[place] = top, a->factors[place] = factor;
+    a->tops[place] = top, a->powers[place] = factor;
 }
 
 static void source_row(const Weigh *a, int64_t q, int64_t place) {
@@ -89,7 +76,7 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
     real *t = a->source + q * c, top = a->tops[place], *grad = a->grad ? a->grad + a->grad_at[q] + a->step * c : 0;
     int last = a->ends[q] == a->step + 1;
     for (int64_t j = 0; last && j < c; j++) t[j] = 1;
-    b = last ? t : sums_of(a, a->before, q, t);
+    b = last ? t : a->sums + q * c;
     reals sum = {0};
     for (int64_t begin = 0; begin < c; begin += CHUNK) {
         reals part = {0};
@@ -98,7 +85,7 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
         sum += part;
     }
     double inverse = 1 / (double)total(sum);
-    real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * a->factors[place] * a->scale);
+    real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * a->powers[place] * a->scale);
     a->inverse[q] = inverse;
     for (int64_t j = 0; j < c; j += LANES) {
         reals state = vector_at(s, j, c, 0), after = vector_at(b, j, c, 0), posterior = state * after;
