@@ -112,14 +112,15 @@ def _warmed_up(cut: "Cut", warm_up: int) -> tuple[Tensor, int]:
     """
     chain, device = cut.chain, cut.chain.x.device
     uniform = torch.zeros(cut.count, chain.g, chain.m, chain.c, dtype=torch.float64, device=device)
+    if warm_up:
+        steps = min(warm_up, cut.length)
+        return cut.after_last(steps, uniform), steps
     # one state for each boundary, so that chains that never leave a part of their states are noticed
     state = torch.arange(cut.count, device=device) * chain.c // cut.count
     single = uniform.masked_fill(torch.arange(chain.c, device=device) != state[:, None, None, None], -torch.inf)
-    steps = min(warm_up, cut.length) or _FIRST * chain.dtype.itemsize
-    while warm_up or steps <= _WARM_PART * cut.length:
+    steps = _FIRST * chain.dtype.itemsize
+    while steps <= _WARM_PART * cut.length:
         messages = cut.after_last(steps, uniform)
-        if warm_up:
-            return messages, steps
         refused = disagree(chain, messages, cut.after_last(steps, single))[:-1] & cut.reached[1:]
         if refused.sum() <= _REFUSED * refused.numel():
             return messages, steps
