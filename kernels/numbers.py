@@ -90,7 +90,8 @@ def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
 def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor:
     """The logarithms of weights, which are logarithms already with `log_params`, in `dtype`; gradient 0 at weight 0."""
     weights = weights.to(dtype)
-    if log_params or not weights.requires_grad:
+    # tensors of torch.func may say that they need no gradient
+    if log_params or not torch.is_grad_enabled():
         return weights if log_params else weights.log()
     zero = weights == 0
     return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -math.inf)

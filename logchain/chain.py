@@ -305,7 +305,7 @@ def _bounds(x: Tensor, log_params: bool, lengths: object, cu_seqlens: Tensor) ->
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [total, c] to go with cu_seqlens, got {list(x.shape)}")
     check_has_values("cu_seqlens", cu_seqlens)
-    bounds = cu_seqlens.to("cpu", torch.int64)
+    bounds = cu_seqlens.to("cpu", torch.int64, copy=True)  # the caller may change them before the backward pass
     good = bounds.dim() == 1 and len(bounds) >= 2 and bounds[0] == 0 and bounds[-1] == len(x)
     if not good or not (bounds.diff() > 0).all():
         raise ValueError(f"cu_seqlens: expected rising integers from 0 to {len(x)}, got {cu_seqlens.tolist()}")

@@ -11,7 +11,7 @@ from .chain import Chain
 from .internals import takes_forward_derivatives
 from .operands import differentiated, is_plain
 from .queries.messages import filtered as filtered_messages
-from .queries.operands import Operands, checked_lengths
+from .queries.operands import Operands
 from .stream import Stream, StreamUpdate
 from .transitions import Transition
 
@@ -76,13 +76,10 @@ def filtered(
 
 
 def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
-    if operands.dense is not None and is_plain(operands.tensors) and not differentiated(*operands.tensors):
+    if operands.is_dense and is_plain(operands.tensors) and not differentiated(*operands.tensors):
         return _by_stream(*operands.dense)
     if not torch.compiler.is_compiling() and takes_forward_derivatives():
         raise NotImplementedError("filtered: expected no forward derivative, take gradients")
-    lengths = operands.lengths
-    if lengths is not None:
-        operands = operands._replace(lengths=checked_lengths(lengths, operands.x.shape[-2]))
     return filtered_messages(operands)
 
 

@@ -52,7 +52,8 @@ def forward_backward(
     Returns:
         `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
         is and otherwise in float32; exactly -inf where no path is possible, and behind a sequence's end. All can be
-        differentiated once, in reverse mode; entries that are -inf have gradient 0.
+        differentiated twice, in reverse mode, by a few of torch's operators for each step in float64; entries that are
+        -inf have gradient 0.
 
     Raises:
         TypeError: an argument is of the wrong kind.

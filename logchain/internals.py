@@ -37,7 +37,7 @@ def is_intercepted() -> bool:
 
 def is_transformed() -> bool:
     """Whether a transform of `torch.func`, or a forward derivative, is being taken."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or takes_forward_derivatives()
+    return torch._C._are_functorch_transforms_active() or takes_forward_derivatives()
 
 
 def takes_forward_derivatives() -> bool:

@@ -69,7 +69,6 @@ def kl_divergence(
 
 
 def _of_batches(p: Batch, q: Batch) -> Tensor:
-    assert p.dense is not None and q.dense is not None
     return divergence(p.dense[:3], q.dense[:3], p.lengths, p.log_params)
 
 

@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor
 
-from . import kernels
 from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor
 from .autograd.chain import packed_log_norm
-from .autograd.operator import checked_values
 from .autograd.paths import log_weight, packed_log_weight
 from .chain import Chain
-from .queries.operands import Operands
+from .queries.operands import Operands, checked
 from .queries.product import log_norm
 from .transitions import Transition
 
@@ -67,7 +65,7 @@ def log_prob(
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
     states = as_paths(states, x)
     if chain.in_place():
-        states = checked_states(states, x.shape[-1])
+        states = checked(states, x.shape[-1], "states")
         result = _less(packed_log_weight(chain, states), packed_log_norm(chain))
     else:
         result = chain.by_sequence(chain.map(_of_batch, chain.paths(states)), states.dim() + 1 - x.dim())
@@ -76,7 +74,7 @@ def log_prob(
 
 def _of_batch(operands: Operands, states: Tensor) -> Tensor:
     x, transition, p0, lengths, log_params = operands
-    states = checked_states(states, x.shape[-1])
+    states = checked(states, x.shape[-1], "states")
     return _less(log_weight(x, transition, p0, states, lengths, log_params), log_norm(operands))
 
 
@@ -97,14 +95,3 @@ def as_paths(states: Tensor, x: Tensor) -> Tensor:
         text = ", ".join(map(str, ("...", *shape)))
         raise ValueError(f"states: expected shape [{text}] to go with x {list(x.shape)}, got {list(states.shape)}")
     return states.to(torch.int64)
-
-
-def check_states(states: Tensor, c: int) -> None:
-    """Check that states lie from -1 to c - 1, except on a GPU."""
-    if not kernels.on_gpu(states) and states.numel():
-        low, high = (int(bound) for bound in torch.aminmax(states))
-        if low < -1 or high >= c:
-            raise ValueError(f"states: expected values from -1 to c - 1 = {c - 1}, got {low} to {high}")
-
-
-checked_states = checked_values("checked_states", check_states)

@@ -15,7 +15,7 @@ from .kernels.layout import Layout
 
 _Bulk = TypeVar("_Bulk")
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, str, type(None)}
 
 
 class Operands(NamedTuple):

@@ -143,7 +143,7 @@ def product(
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens, in_pieces=memory_budget is not None)
-    if chain.packed and chain.operands.dense is not None:
+    if chain.packed and chain.operands.is_dense:
         value = packed_log_norm(chain)
     else:
         query = partial(_of_batch, strategy=strategy, memory_budget=memory_budget, progress=progress)
@@ -152,16 +152,16 @@ def product(
 
 
 def _of_batch(operands: Operands, strategy: str, memory_budget: int | None, progress: bool) -> Tensor:
-    if operands.dense is None:
+    if not operands.is_dense:
         return log_norm_of_structures(operands)
-    x, bulk, p0, lengths, log_params = operands.dense
+    dense = x, bulk, p0, lengths, _ = operands.dense
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
         steps_between_checkpoints = budget.every_within(memory_budget, x, bulk, p0, keep)
         if steps_between_checkpoints is not None:
-            return log_norm_in_pieces(operands.dense, steps_between_checkpoints, keep, progress)
+            return log_norm_in_pieces(dense, steps_between_checkpoints, keep, progress)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
-        return log_norm_by_tree(*operands.dense)
+        return log_norm_by_tree(*dense)
     schedule = choose.of(x, bulk, p0, lengths is not None, "sequential" if strategy == "tree" else strategy)
-    return log_norm(*operands.dense, schedule=schedule, dtype=operands.dtype)
+    return log_norm(*dense, schedule=schedule, dtype=operands.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths
-from .autograd.operator import with_batch_first
+from .autograd.operator import mapped_first, operator
 from .chain import Chain
 from .kernels.chain import Chain as Batch
 from .operands import chain_of
@@ -93,7 +93,7 @@ def _sample(
     states = _shape(x, bulk, p0, lengths, num_samples, generator, log_params)
     if states.numel() == 0:
         return states
-    with torch.no_grad(), kernels.arithmetic_on(x):
+    with torch.no_grad():
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
         states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
@@ -116,7 +116,7 @@ def _shape(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, num_samp
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
     if info.randomness != "different":
         raise RuntimeError(f"sample: expected vmap(..., randomness='different'), got {info.randomness!r}")
-    operands = with_batch_first(info.batch_size, in_dims, *args[:4])
+    operands = mapped_first(info.batch_size, in_dims, args[:4], (False, True, True, False))
     return torch.ops.logchain.sample(*operands, *args[4:]), 1
 
 
@@ -135,12 +135,11 @@ def check_draws(num_samples: object, generator: object, x: Tensor) -> None:
 
 
 # the tag of the operator keeps compilers from merging two calls with equal arguments, which are two draws
-_library = torch.library.Library("logchain", "FRAGMENT")
-_library.define(
+operator(
     "sample(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, SymInt num_samples, Generator? generator,"
     " bool log_params) -> Tensor",
+    _sample,
+    _shape,
+    vmap=_vmap,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-_library.impl("sample", _sample, "CompositeExplicitAutograd")
-torch.library.register_fake("logchain::sample", _shape, lib=_library)
-torch.library.register_vmap("logchain::sample", _vmap, lib=_library)

@@ -9,7 +9,7 @@ from .arguments import Lengths
 from .autograd.scan import total as sum_of_paths
 from .chain import Chain
 from .product import product
-from .queries.operands import Operands, checked_lengths, multiplied_out
+from .queries.operands import Operands, multiplied_out
 from .transitions import Transition
 from .transitions.semiring import LINEAR, LOG, MAX, Semiring
 from .viterbi import viterbi
@@ -72,6 +72,4 @@ def total(
 def _of_batch(operands: Operands, semiring: Semiring) -> Tensor:
     if operands.transition.sums:
         operands = multiplied_out(operands)
-    if operands.lengths is not None:
-        operands = operands._replace(lengths=checked_lengths(operands.lengths, operands.x.shape[-2]))
-    return sum_of_paths(operands.steps(), semiring)
+    return sum_of_paths(operands.with_checked_lengths().steps(), semiring)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_integers, check_is_tensor, check_tensor, tensor_of
-from ..autograd.operator import call
+from ..autograd.operator import apply
 from ..kernels import on_gpu
 from ..transitions import Banded
 from .chain_arguments import ChainArguments
@@ -86,7 +86,7 @@ def from_ctc(
     values[:, 0, 2] = 0.0
     values[:, 0, 2, 3::2] = (labels[:, 1:] != labels[:, :-1]) & (state[3::2] <= end)
     last = torch.zeros_like(end, dtype=log_probs.dtype).masked_fill((state != end) & (state != end - 1), -math.inf)
-    x = call(_Potentials, log_probs.reshape(frames, n, classes), labels, blank, lengths - 1, last)
+    x = apply(_Potentials, log_probs.reshape(frames, n, classes), labels, blank, lengths - 1, last)
     p0 = (state < 2).to(dtype)
     if not batch:
         return ChainArguments(x[0], Banded(values[0], (0, 1, 2)), p0, lengths=lengths[0])

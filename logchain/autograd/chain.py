@@ -1,12 +1,13 @@
 """The log-partition of a chain, differentiable in every schedule.
 
-Two Functions of torch compute it. `LogNorm`, with the derivative `Gradient`, takes any schedule but those of
-`LogPartition`, also inside torch.compile and torch.func, where its operator `logchain::log_norm` is called instead.
-`LogPartition` takes a schedule as an argument: that of a short chain on a CPU, of a chain within a memory budget, or of
-packed sequences. In either the gradients are posterior marginals, computed by a backward pass from the operands and
-what the schedule keeps, which are the forward messages or some of them.
+`LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a schedule, which computes their
+log-partition and its gradients: short chains, checkpoints and packed sequences of dense matrices, and structures.
+The operators of `chain_operators` take dense matrices, also inside torch.compile and torch.func. In either the
+gradients are posterior marginals, computed by a backward pass from the operands and what the schedule keeps, which are
+the forward messages or some of them.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,13 +23,15 @@ from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
 from ..schedules.packed import PackedChain
+from ..transitions.dense import Dense
 from . import chain_operators as operators
-from .chain_functions import Gradient, LogNorm
-from .chain_operators import Gradients, Saved
-from .operator import IMPLEMENTATIONS, Final, apply, call, if_needed
+from .chain_operators import Saved
+from .operator import Final, apply, if_needed
+from .scan import Steps, second_derivatives, total
 
-# which of x, bulk and p0 need a gradient
+# which tensors need a gradient, and the gradients
 Needs = tuple[bool, ...]
+Gradients = tuple[Tensor | None, ...]
 
 
 def log_norm(
@@ -46,40 +49,34 @@ def log_norm(
     `schedule` None is the one that `choose` finds.
     """
     schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
-    # while torch.compile traces, tensors of torch.func say that they need no gradient
-    keep = differentiated(x, bulk, p0) or (torch.compiler.is_compiling() and is_transformed())
-    arguments = x, bulk, p0, lengths, log_params, keep, *schedule
-    value: Tensor
-    if keep or not is_plain(arguments):
-        value = apply(LogNorm, operators.log_norm, *arguments)[0]
-        return value.to(dtype, copy=True)  # the Function may have saved the value, which the caller may change
-    value = IMPLEMENTATIONS["log_norm"](*arguments)[0]
-    return value.to(dtype)
+    # tensors of torch.func may say that they need no gradient
+    keep = differentiated(x, bulk, p0) or (torch.is_grad_enabled() and is_transformed())
+    value: Tensor = operators.log_norm(x, bulk, p0, lengths, log_params, keep, *schedule)[0]
+    return value.to(dtype, copy=keep)  # autograd may have saved the value, which the caller may change
 
 
-def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, Gradients]:
+def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, operators.Gradients]:
     """The log-partition [*B] in float64, and the gradients of its sum with respect to x, log bulk and log p0.
 
     These are state posteriors, expected transitions and initial posteriors, times a `weight` [*B] if there is one, and
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
     *tensors, log_params = operands
-    schedule = choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
-    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, *schedule))
+    by_log, schedule = True, choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
+    saved = Saved(*operators.log_norm(*operands, True, *schedule))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight
-    by_log = True
-    options = log_params, by_log, *needs, *schedule
-    return saved.log_norm, apply(Gradient, operators.log_norm_backward, weight, *tensors, *saved, *options)
+    gradients = operators.log_norm_backward(weight, *tensors, *saved, log_params, by_log, *needs, *schedule)
+    return saved.log_norm, gradients
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
     """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands; see `short_of`."""
     value: Tensor
     if keep:
-        value = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
+        value = apply(LogPartition, _Short(short, log_params), x, bulk, p0)
         return value
-    value, _, redone = short.value(x, bulk, p0, False)
-    report_chains(redone)
+    value, _, recomputed = short.value(x, bulk, p0, False)
+    report_chains(recomputed)
     return value
 
 
@@ -93,142 +90,149 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
     if x.numel() == 0 or not has_values(p0):  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
-    schedule = _ByCheckpoints(every, progress)
-    value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
+    lengths = None if lengths is None else lengths.clone()  # the caller may change them before the backward pass
+    schedule = _Checkpoints(lengths, log_params, every, progress)
+    value: Tensor = apply(LogPartition, schedule, x, bulk, p0) if keep else schedule.forward(x, bulk, p0, keep=False)[0]
     return value
 
 
 def packed_log_norm(packed: Chain) -> Tensor:
     """The log-partition [n] in float64 of packed sequences with dense matrices."""
-    x, p0, bulk = packed.operands.tensors
     if not packed.in_place():
-        return packed.by_sequence(packed.map(_of_batch))
-    if differentiated(x, bulk, p0):
-        value: Tensor = call(LogPartition, x, bulk, p0, None, packed.operands.log_params, _ByRows(packed))
+        return packed.by_sequence(packed.map(lambda operands: log_norm(*operands.dense)))
+    tensors = packed.operands.tensors
+    if differentiated(*tensors):
+        value: Tensor = apply(LogPartition, _Rows(packed), *tensors)
         return value
     return PackedChain(packed).forward(False).log_norm.view(-1)
 
 
-def _of_batch(operands: Any) -> Tensor:
-    return log_norm(*operands.dense)
-
-
 class Schedule(Protocol):
-    """What `LogPartition` asks of a schedule."""
+    """How a log-partition and its gradients are computed from some tensors."""
 
-    def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The log-partition [*B] in memory of its own, and what `gradients` needs besides the operands."""
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The log-partition [*B] in separate memory, and what `gradients` needs besides the tensors."""
 
-    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        """The gradients of `sum(grad * log_norm)` with respect to x, bulk and p0; None for one that is not needed."""
+    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+        """The gradients of `sum(grad * log_norm)` with respect to the tensors that need one."""
+
+    def log_norm(self, *tensors: Tensor) -> Tensor:
+        """The log-partition, which torch's autograd differentiates twice."""
 
 
 class LogPartition(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, schedule -> log-partition."""
+    """schedule, *tensors -> log-partition."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        x, bulk, p0, lengths, ctx.log_params, ctx.schedule = args
-        ctx.choice = kernels.on_cpu()
-        value: Tensor
-        value, saved = ctx.schedule.forward(Operands(x, bulk, p0, lengths, ctx.log_params))
-        ctx.save_for_backward(x, bulk, p0, lengths, *saved)
+    def forward(ctx: Any, schedule: Schedule, *tensors: Tensor) -> Tensor:
+        ctx.schedule, ctx.choice = schedule, kernels.on_cpu()
+        value, saved = schedule.forward(*tensors)
+        ctx.save_for_backward(*tensors, *saved)
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernels.check_forward_choice(ctx.choice, grad)
-        x, bulk, p0, lengths, *saved = ctx.saved_tensors
-        operands = Operands(x, bulk, p0, lengths, ctx.log_params)
-        return *ctx.schedule.gradients(operands, saved, grad, ctx.needs_input_grad[:3]), None, None, None
+        schedule, needs, saved = ctx.schedule, ctx.needs_input_grad[1:], ctx.saved_tensors
+        if torch.is_grad_enabled() and is_plain((grad,)):
+            return None, *apply(Posteriors, schedule, needs, grad, *saved)
+        return None, *schedule.gradients(saved[: len(needs)], saved[len(needs) :], grad, needs)
 
 
-class _ByShort(NamedTuple):
+class Posteriors(torch.autograd.Function):
+    """schedule, needs, grad, *tensors, *saved -> the gradients of tensors, None for one that is not needed."""
+
+    @staticmethod
+    def forward(ctx: Any, schedule: Schedule, needs: Needs, grad: Tensor, *args: Tensor) -> Gradients:
+        tensors, saved = args[: len(needs)], args[len(needs) :]
+        ctx.schedule, ctx.residuals = schedule, len(saved)
+        ctx.save_for_backward(grad, *tensors)
+        ctx.set_materialize_grads(False)
+        return schedule.gradients(tensors, saved, grad, needs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        second = apply(Covariances, ctx.schedule, *ctx.saved_tensors, *tangents)
+        return None, None, *second, *(None,) * ctx.residuals
+
+
+class Covariances(Final):
+    """schedule, grad, *tensors, *tangents -> the gradients of `sum(posteriors * tangents)` by grad and the tensors."""
+
+    @staticmethod
+    def forward(schedule: Schedule, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        count = len(args) // 2
+        return second_derivatives(schedule.log_norm, args[:count], grad, args[count:])
+
+
+class _Short(NamedTuple):
     """The sequential schedule of a short chain on a CPU, in one call of the C library whose arguments are cached."""
 
     short: Any
+    log_params: bool
 
-    def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value, saved, redone = self.short.value(*operands[:3], True)
-        report_chains(redone)
+    def forward(self, *operands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, saved, recomputed = self.short.value(*operands, True)
+        report_chains(recomputed)
         return value, (saved,)
 
-    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        x, bulk, p0, _, log_params = operands
-        if not torch.is_grad_enabled() and is_plain((grad,)) and self.short.fits(x, bulk, p0):
-            gradients: tuple[Any, ...] = self.short.gradients(x, bulk, p0, saved[0], grad, needs)
-            return gradients
-        norm, messages, redone = self.short.parts(saved[0], x)
-        parts = Saved(norm, messages, messages.new_empty(0), redone)
-        options = log_params, False, *needs, *choose.SEQUENTIAL
-        return if_needed(call(Gradient, grad, x, bulk, p0, None, *parts, *options), needs)
+    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+        if is_plain((grad,)) and self.short.fits(*operands):
+            return tuple(self.short.gradients(*operands, saved[0], grad, needs))
+        norm, messages, recomputed = self.short.parts(saved[0], operands[0])
+        parts = Saved(norm, messages, messages.new_empty(0), recomputed)
+        options = self.log_params, False, *needs, *choose.SEQUENTIAL
+        return if_needed(operators.log_norm_backward(grad, *operands, None, *parts, *options), needs)
+
+    def log_norm(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+        return total(Steps(x, Dense(bulk), p0, None, self.log_params))
 
 
-class _ByCheckpoints(NamedTuple):
+class _Checkpoints(NamedTuple):
     """The sequential schedule in pieces of `every` steps, which keeps the messages between pieces alone."""
 
+    lengths: Tensor | None
+    log_params: bool
     every: int
     progress: bool
 
-    def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with kernels.arithmetic_on(operands.p0):
-            value, checkpoints = Checkpoints(operands, self.every, self.progress).forward(keep)
+    def forward(self, *operands: Tensor, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with kernels.arithmetic_on(operands[2]):
+            value, checkpoints = self._pieces(operands).forward(keep)
         return value.clone(), (value, checkpoints)
 
-    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        log_norm, checkpoints = saved
+    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+        with kernels.arithmetic_on(grad):
+            return self._pieces(operands).backward(grad, saved[0], saved[1], needs)
 
-        def compute(grad: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-            with kernels.arithmetic_on(grad):
-                schedule = Checkpoints(operands, self.every, self.progress)
-                return schedule.backward(grad, log_norm, checkpoints, needs)
+    def log_norm(self, *operands: Tensor) -> Tensor:
+        raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
 
-        gradients: tuple[Any, ...] = call(Once, compute, grad, *operands[:3])
-        return gradients
-
-
-class Once(Final):
-    """compute, grad, x, bulk, p0 -> gradients, which cannot be differentiated again."""
-
-    refusal = "memory_budget: expected one derivative, got a second; pass None for two"
-
-    @staticmethod
-    def forward(compute: Any, *tensors: Tensor) -> Any:
-        return compute(*tensors)
+    def _pieces(self, operands: Sequence[Tensor]) -> Checkpoints:
+        x, bulk, p0 = operands
+        return Checkpoints(Operands(x, bulk, p0, self.lengths, self.log_params), self.every, self.progress)
 
 
-class _ByRows(NamedTuple):
-    """The sequential schedule of packed sequences, read where they lie.
-
-    Where gradients are to be differentiated again they are computed from padded batches.
-    """
+class _Rows(NamedTuple):
+    """The sequential schedule of packed sequences, x, p0 and bulk, read in place."""
 
     packed: Chain
 
-    def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
-        residuals = PackedChain(self.packed).forward(True)
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        residuals = PackedChain(self.packed.of_tensors(*tensors)).forward(True)
         return residuals.log_norm.flatten().clone(), residuals[:3]
 
-    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        x, bulk, p0, _, _ = operands
-        packed = self.packed.of_tensors(x, p0, bulk)
-        if torch.is_grad_enabled():
-            return _through_batches(packed, grad, needs)
-        log_norm, messages, redone = saved
-        residuals = Kept(log_norm, messages, redone)
-        grad_x, grad_bulk, start = PackedChain(packed).backward(residuals, grad, needs)
-        grad_x = None if grad_x is None else grad_x.to(x.dtype)
-        grad_bulk = None if grad_bulk is None else grad_bulk.to(bulk.dtype)
-        start = start.view(len(packed.lengths), -1)
-        grad_p0 = start if p0.dim() > 1 else start.sum(0)
-        return if_needed((grad_x, grad_bulk, grad_p0.to(p0.dtype)), needs)
+    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+        packed, p0 = PackedChain(self.packed.of_tensors(*tensors)), tensors[1]
+        log_norm, messages, recomputed = saved
+        by_x, by_bulk, start = packed.backward(Kept(log_norm, messages, recomputed), grad, (needs[0], needs[2]))
+        start = start.view(len(grad), -1)
+        gradients = by_x, start if p0.dim() > 1 else start.sum(0), by_bulk
+        return tuple(
+            None if gradient is None or not need else gradient.to(tensor.dtype)
+            for gradient, tensor, need in zip(gradients, tensors, needs, strict=True)
+        )
 
-
-def _through_batches(packed: Chain, grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-    """The gradients of packed operands with a graph of their own, None for one that is not needed."""
-    x, p0, bulk = packed.operands.tensors
-    with torch.enable_grad():
-        value = packed.by_sequence(packed.map(_of_batch))
-        wanted = [operand for operand, need in zip((x, bulk, p0), needs, strict=True) if need]
-        gradients = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
-    return tuple(next(gradients) if need else None for need in needs)
+    def log_norm(self, *tensors: Tensor) -> Tensor:
+        packed = self.packed.of_tensors(*tensors)
+        return packed.by_sequence(packed.map(lambda operands: total(operands.steps())))

@@ -1,7 +1,12 @@
-"""The operators `logchain::log_norm` and `logchain::log_norm_backward`: a chain's log-partition and its gradient.
+"""The operators of a chain's log-partition, with its first and second derivatives.
 
-Their arguments `segments` and `warm_up` are the schedule, see `schedules.choose.Schedule`.
-`autograd.chain_functions` registers the second as the derivative of the first.
+    log_norm             log Z
+    log_norm_backward    weight * d log Z                              posterior marginals
+    log_norm_second      d log Z along tangents, and its gradients     expectations and covariances
+
+The arguments `segments` and `warm_up` are the schedule, see `schedules.choose.Schedule`. For the backward pass
+`log_norm` keeps the operands and what the schedule keeps; gradients have the shapes of their operands. The second
+derivatives are those of torch's autograd through `scan`, whichever schedule computed the log-partition.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +22,10 @@ from ..kernels.message import Kept
 from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
 from ..rescues import report_chains
 from ..schedules import segments as by_segments
-from .operator import operator
+from ..schedules.choose import SEQUENTIAL
+from ..transitions.dense import Dense
+from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, operator
+from .scan import Steps, second_derivatives, total
 
 # the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -176,17 +184,166 @@ def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *args: A
     return unwritten((x, bulk, p0), args[7:10])
 
 
+def _second(
+    weight: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
+    *tangents, log_params, by_log = options
+    if x.numel() == 0:
+        return tuple(torch.zeros_like(operand) for operand in (weight, x, bulk, p0))
+    weights = (bulk.double(), p0.double()) if by_log and not log_params else None
+    operands = (x, bulk, p0) if weights is None else (x, *(one.log() for one in weights))
+
+    def log_norm(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+        return total(Steps(x, Dense(bulk), p0, lengths, log_params or by_log))
+
+    by_weight, *gradients = second_derivatives(log_norm, operands, weight, tangents)
+    if weights is not None:
+        gradients[1:] = [
+            (gradient / one).masked_fill((gradient == 0) | (one == 0), 0.0)
+            for gradient, one in zip(gradients[1:], weights, strict=True)
+        ]
+    if lengths is not None:  # on a GPU, lengths are not checked before
+        by_weight = by_weight.masked_fill((lengths < 1) | (lengths > x.shape[-2]), torch.nan)
+    results = zip((by_weight, *gradients), (weight, x, bulk, p0), strict=True)
+    return tuple(gradient.to(operand.dtype).contiguous() for gradient, operand in results)
+
+
+def _quotient(tangent: Tensor | None, weight: Tensor) -> Tensor | None:
+    """The tangent of the logarithm of a weight, from that of the weight; 0 at weight 0."""
+    zero = weight == 0
+    return None if tangent is None else torch.where(zero, 0.0, tangent / torch.where(zero, 1.0, weight))
+
+
+def _second_shapes(weight: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(operand.new_empty(operand.shape) for operand in (weight, x, bulk, p0))
+
+
+class _LogNorm(torch.autograd.Function):
+    """x, bulk, p0, lengths, log_params, keep, segments, warm_up -> `Saved`."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *operands, ctx.log_params, _, segments, warm_up = inputs
+        ctx.schedule = segments, warm_up
+        ctx.choice = kernels.on_cpu()
+        ctx.save_for_backward(*operands, *output)
+        ctx.save_for_forward(*operands)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
+        kernels.check_forward_choice(ctx.choice, grad)
+        needs = ctx.needs_input_grad[:3]
+        gradients = log_norm_backward(grad, *ctx.saved_tensors, ctx.log_params, False, *needs, *ctx.schedule)
+        return (*if_needed(gradients, needs), *(None,) * 5)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors[:4]
+        weight = x.new_ones(x.shape[:-2], dtype=torch.float64)
+        derivative = log_norm_second(weight, x, *others, *tangents[:3], ctx.log_params, False)[0]
+        return derivative, None, None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """grad, x, bulk, p0, lengths, *Saved, log_params, by_log, *needs of x, bulk, p0, segments, warm_up -> gradients."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.log_params, ctx.by_log, *ctx.needs, _, _ = ctx.options = inputs[9:]
+        ctx.save_for_backward(*inputs[:5])
+        ctx.save_for_forward(*inputs[:9])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        tangents = if_needed(tangents, ctx.needs)
+        if all(tangent is None for tangent in tangents):
+            return (None,) * 16
+        derivatives = log_norm_second(*ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
+        return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 12)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        """The gradients are linear in `grad`; their Jacobian in the operands, covariances, is symmetric."""
+        grad, x, bulk, p0, lengths, *saved = ctx.saved_tensors
+        along_grad, along_x, along_bulk, along_p0 = tangents[:4]
+        wide = ctx.by_log and not ctx.log_params  # tangents of weights, but gradients of their logarithms
+        if wide:
+            along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
+        options = ctx.log_params, ctx.by_log
+        second = log_norm_second(grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, *options)
+        derivatives = [second[1], second[2] * bulk, second[3] * p0] if wide else list(second[1:])
+        if along_grad is not None:
+            first = log_norm_backward(along_grad, x, bulk, p0, lengths, *saved, *ctx.options)
+            derivatives = [a + b if need else a for a, b, need in zip(derivatives, first, ctx.needs, strict=True)]
+        return tuple(a if need else a.new_zeros(0) for a, need in zip(derivatives, ctx.needs, strict=True))
+
+
+class _Second(Saving):
+    """weight, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> derivative, *gradients.
+
+    The derivative of the log-partition along tangents [*B], whatever the weight; and of that times the weight the
+    gradients with respect to x, bulk and p0, which cannot be differentiated.
+    """
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        Saving.setup_context(ctx, inputs, output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(other is not None for other in others):
+            raise RuntimeError(Final.refusal)
+        _, *operands = ctx.saved_tensors[:5]
+        tangents, needs = ctx.saved_tensors[5:], ctx.needs_input_grad
+        first: tuple[Tensor | None, ...] = (None,) * 3
+        second: tuple[Tensor | None, ...] = (None,) * 4
+        if grad is not None and any(needs[1:4]):
+            second = log_norm_second(grad, *operands, *tangents, *ctx.options)
+        if grad is not None and any(needs[5:8]):
+            saved = log_norm(*operands, ctx.options[0], True, *SEQUENTIAL)
+            first = log_norm_backward(grad, *operands, *saved, *ctx.options, *needs[5:8], *SEQUENTIAL)
+        return (None, *if_needed(second[1:], needs[1:4]), None, *if_needed(first, needs[5:8]), None, None)
+
+
+def _vmap_of_gradient(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """An operand that is not mapped has a gradient for each example too: the forward messages are computed again."""
+    log_params, *_, segments, warm_up = options = args[9:]
+    grad, *operands = mapped_first(info.batch_size, in_dims, args[:5])
+    saved = log_norm(*operands, log_params, True, segments, warm_up)
+    gradients = log_norm_backward(grad, *operands, *saved, *options)
+    return gradients, mapped_axes(gradients)
+
+
 _OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
-_KEPT = "Tensor log_norm, Tensor messages, Tensor extra, Tensor redone"
+_SAVED = "Tensor log_norm, Tensor messages, Tensor extra, Tensor redone"
+_TANGENTS = "Tensor? along_x, Tensor? along_bulk, Tensor? along_p0"
 
 log_norm = operator(
     f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments, int warm_up) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _kept_shapes,
+    _LogNorm,
+    batched=1,
 )
 log_norm_backward = operator(
-    f"log_norm_backward(Tensor grad, {_OPERANDS}, {_KEPT}, bool log_params, bool by_log,"
+    f"log_norm_backward(Tensor grad, {_OPERANDS}, {_SAVED}, bool log_params, bool by_log,"
     " bool need_x, bool need_bulk, bool need_p0, int segments, int warm_up) -> (Tensor, Tensor, Tensor)",
     _backward,
     _gradient_shapes,
+    _Gradient,
+    vmap=_vmap_of_gradient,
+)
+log_norm_second = operator(
+    f"log_norm_second(Tensor weight, {_OPERANDS}, {_TANGENTS}, bool log_params, bool by_log)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _second,
+    _second_shapes,
+    _Second,
+    gradients=True,
 )

@@ -14,7 +14,7 @@ from .. import kernels
 from ..kernels.plain import matmul as plain
 from ..kernels.plain.matmul import Groups
 from ..rescues import report_outputs
-from .operator import Final, Saving, apply, as_one, call, if_needed, operator, stacked, transform
+from .operator import Final, Saving, if_needed, operator
 
 
 def log_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def log_matmul(a: Tensor, b: Tensor) -> Tensor:
 
     A batch axis is of the same size in both operands or of size 1 in one of them.
     """
-    result: Tensor = apply(_LogMatmul, _log_matmul, a, b)
+    result: Tensor = _log_matmul(a, b)
     return result
 
 
@@ -38,12 +38,7 @@ class _LogMatmul(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        return if_needed(call(_Gradient, grad, *ctx.saved_tensors, *needs), needs)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-        a, b = (t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip((a, b), in_dims, strict=True))
-        return call(_LogMatmul, a, b), 0  # an operand that all share stays one
+        return if_needed(_log_matmul_backward(grad, *ctx.saved_tensors, *needs), needs)
 
 
 class _Gradient(Saving):
@@ -51,32 +46,12 @@ class _Gradient(Saving):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
-        weight, a, b = operands = ctx.saved_tensors
+        weight, a, b = ctx.saved_tensors
         along_a, along_b = (
             tangent if need else torch.zeros_like(operand)
             for tangent, operand, need in zip(along, (a, b), ctx.options, strict=True)
         )
-        with torch.no_grad():
-            grads = _log_matmul_second(*operands, along_a, along_b)
-        if torch.is_grad_enabled():
-            grads = [call(_Last, grad, *operands, along_a, along_b) for grad in grads]
-        return (*grads, None, None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        """A shared operand has a gradient for each example too."""
-        gradients = call(_Gradient, *stacked(info.batch_size, in_dims, args[:3]), *args[3:])
-        return as_one(info.batch_size, gradients, in_dims[1:3], args[1:3], args[3:]), (0, 0)
-
-
-class _Last(Final):
-    """value, *operands -> value, a second derivative, which cannot be differentiated with respect to the operands."""
-
-    refusal = "logchain: expected at most two derivatives, got a third"
-
-    @staticmethod
-    def forward(value: Tensor, *operands: Tensor) -> Tensor:
-        return value.view_as(value)
+        return (*_log_matmul_second(weight, a, b, along_a, along_b), None, None)
 
 
 def _forward(a: Tensor, b: Tensor) -> Tensor:
@@ -140,16 +115,18 @@ def _second_shapes(
     return weight.new_empty(weight.shape), torch.empty_like(a), torch.empty_like(b)
 
 
-_log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape)
+_log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape, _LogMatmul)
 _log_matmul_backward = operator(
     "log_matmul_backward(Tensor weight, Tensor a, Tensor b, bool need_a, bool need_b) -> (Tensor, Tensor)",
     _backward,
     _gradient_shapes,
+    _Gradient,
+    gradients=True,
 )
 _log_matmul_second = operator(
     "log_matmul_second(Tensor weight, Tensor a, Tensor b, Tensor along_a, Tensor along_b) -> (Tensor, Tensor, Tensor)",
     plain.second,
     _second_shapes,
+    Final,
+    gradients=True,
 )
-transform("log_matmul", _LogMatmul)
-transform("log_matmul_backward", _Gradient)

@@ -1,4 +1,4 @@
-"""The log-weight of a given state path, by lookups and a sum, which torch's autograd differentiates."""
+"""The log-weight of a state path, by lookups and a sum, which torch's autograd differentiates."""
 
 from collections.abc import Callable
 
@@ -33,10 +33,11 @@ def log_weight(
     if len(transition.parameters) == 1:  # only those on the paths are converted
         moved = transition.entries(*pairs, LOG if log_params else LINEAR)
         weights = read(torch.cat([start.double(), moved.double()], -1), 0.0 if log_params else 1.0)
-        logs = logarithms(weights, log_params)
+        logs = log_weights(weights, log_params, torch.float64)
     else:  # products may underflow
         structure = transition.map(lambda weights: log_weights(weights, log_params, torch.float64))
-        logs = read(torch.cat([logarithms(start.double(), log_params), structure.entries(*pairs, LOG)], -1), 0.0)
+        start = log_weights(start, log_params, torch.float64)
+        logs = read(torch.cat([start, structure.entries(*pairs, LOG)], -1), 0.0)
     potentials = read(look_up(x, states), 0.0)
     terms = torch.cat([logs, potentials.masked_fill(impossible, -torch.inf)], -1)
     exact = torch.float64 in {x.dtype, p0.dtype, *(parameter.dtype for parameter in transition.parameters)}
@@ -50,17 +51,15 @@ def sum_of_logs(terms: Tensor, *, exact: bool) -> Tensor:
 
 def packed_log_weight(chain: Chain, states: Tensor) -> Tensor:
     """The `log_weight` [*S, n] of paths [*S, total] of packed sequences with dense matrices."""
-    dense = chain.operands.dense
-    assert dense is not None
-    x, bulk, p0, _, log_params = dense
+    x, bulk, p0, _, log_params = chain.operands.dense
     n, rows = len(chain.lengths), torch.arange(len(x), device=x.device)
     sequence = torch.repeat_interleave(chain.lengths).to(x.device)  # (total)
     first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, chain.starts.to(x.device), True)
-    lost, states = states < 0, states.clamp(min=0)
+    impossible, states = states < 0, states.clamp(min=0)
     start = p0.expand(n, -1)[sequence, states].double()
     moved = bulk[rows if len(bulk) > 1 else 0, states.roll(1, -1), states].double()
-    terms = [logarithms(torch.where(first, start, moved), log_params), x[rows, states].double()]
-    terms[1] = terms[1].masked_fill(lost, -torch.inf)
+    logs = log_weights(torch.where(first, start, moved), log_params, torch.float64)
+    terms = [logs, x[rows, states].double().masked_fill(impossible, -torch.inf)]
     sequence = torch.cat([sequence, sequence])
 
     def total(a: Tensor) -> Tensor:
@@ -82,24 +81,6 @@ def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[T
     if not exact:
         return torch.where(impossible, -torch.inf, total(terms))
     size = total(terms.detach().abs())
-    ahead = of_terms(1.5 * (size.log2().ceil() + 2).exp2())
-    high = ((terms.detach() + ahead) - ahead).masked_fill(ahead == torch.inf, 0.0)
+    large = of_terms(1.5 * (size.log2().ceil() + 2).exp2())
+    high = ((terms.detach() + large) - large).masked_fill(large == torch.inf, 0.0)
     return torch.where(impossible, -torch.inf, total(high) + total(terms - high))
-
-
-def finite_log(value: Tensor, log_params: bool) -> Tensor:
-    """The logarithm of weights, or logarithms as they are, in float64, with 0 for -inf and for NaN.
-
-    No NaN gets lost: one that has influence makes the log-partition NaN too.
-    """
-    zero = (value == (-torch.inf if log_params else 0.0)) | value.isnan()
-    value = torch.where(zero, 0.0 if log_params else 1.0, value.double())
-    return value if log_params else value.log()
-
-
-def logarithms(weights: Tensor, log_params: bool) -> Tensor:
-    """The logarithms of weights, -inf with gradient 0 at weight 0."""
-    if log_params:
-        return weights
-    zero = weights == 0
-    return torch.where(zero, 1.0, weights).log().masked_fill(zero, -torch.inf)

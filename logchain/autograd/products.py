@@ -12,23 +12,27 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..operands import is_plain
 from ..rescues import report_outputs
 from .matmul import log_matmul
-from .operator import Saving, apply, call, operator, stacked, transform
+from .operator import Saving, operator
 
 
 def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
-    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites.
+    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites in eager mode.
 
     Arguments have been checked.
     """
-    result: Tensor = _log_product_(stack) if inplace else apply(_Products, _log_products, stack, False)
+    if inplace and is_plain((stack,)) and not stack.is_meta:
+        with kernels.arithmetic_on(stack):
+            return _forward(stack, False, inplace=True)
+    result: Tensor = _log_products(stack, False)
     return result
 
 
 def log_prefixes(stack: Tensor) -> Tensor:
     """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
-    result: Tensor = apply(_Products, _log_products, stack, True)
+    result: Tensor = _log_products(stack, True)
     return result
 
 
@@ -37,11 +41,7 @@ class _Products(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return call(_Gradient, grad, *ctx.saved_tensors, *ctx.options), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], stack: Tensor, prefixes: bool) -> tuple[Tensor, int]:
-        return call(_Products, stack.movedim(in_dims[0], 0), prefixes), 0
+        return _log_products_backward(grad, *ctx.saved_tensors, *ctx.options), None
 
 
 class _Gradient(Saving):
@@ -52,45 +52,31 @@ class _Gradient(Saving):
         (grad, stack), (prefixes,) = ctx.saved_tensors, ctx.options
         return (*_by_composition(grad, stack, prefixes, along), None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return call(_Gradient, *stacked(info.batch_size, in_dims, args[:2]), args[2]), 0
 
-
-def _forward(stack: Tensor, prefixes: bool) -> Tensor:
-    if not prefixes:
-        return _product(stack, inplace=False)
-    result = _shape(stack, True)
+def _forward(stack: Tensor, prefixes: bool, *, inplace: bool = False) -> Tensor:
+    result = _shape(stack, prefixes)
     if result.numel():
-        whole = sets(stack)
-        report_outputs(kernels.module("product", stack).prefixes(whole, result.view(whole.shape)))
+        whole, backend = sets(stack), kernels.module("product", stack)
+        if prefixes:
+            rescued = backend.prefixes(whole, result.view(whole.shape))
+        else:
+            out, is_copy = result.view(-1, *result.shape[-2:]), whole.data_ptr() != stack.data_ptr()
+            rescued = backend.write_product(whole, out, inplace=inplace or is_copy)
+        report_outputs(rescued)
     return result
-
-
-def _product(stack: Tensor, *, inplace: bool) -> Tensor:
-    result = _shape(stack)
-    if result.numel():
-        whole, out = sets(stack), result.view(-1, *result.shape[-2:])
-        own = inplace or whole.data_ptr() != stack.data_ptr()
-        report_outputs(kernels.module("product", stack).write_product(whole, out, inplace=own))
-    return result
-
-
-def _forward_(stack: Tensor) -> Tensor:
-    return _product(stack, inplace=True)
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
     result = stack.new_empty(stack.shape, dtype=grad.dtype)
     if result.numel():
-        whole, stacks = sets(stack), kernels.module("product", stack)
-        write = stacks.prefixes_gradient if prefixes else stacks.product_gradient
+        whole, backend = sets(stack), kernels.module("product", stack)
+        write = backend.prefixes_gradient if prefixes else backend.product_gradient
         weight = grad.resolve_neg().reshape(whole.shape if prefixes else whole[:, 0].shape)
         write(weight, whole, result.view(whole.shape))
     return result.to(stack.dtype)
 
 
-def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:
+def _shape(stack: Tensor, prefixes: bool) -> Tensor:
     """Memory for the products, unwritten: float64 for a stack in float64, otherwise float32."""
     shape = stack.shape if prefixes else stack.shape[:-3] + stack.shape[-2:]
     return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
@@ -146,10 +132,7 @@ def _no_gradient_at_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, -math.inf)
 
 
-_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape)
-_log_product_ = operator("log_product_(Tensor(a!) stack) -> Tensor", _forward_, _shape)
+_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape, _Products)
 _log_products_backward = operator(
-    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape
+    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape, _Gradient
 )
-transform("log_products", _Products)
-transform("log_products_backward", _Gradient)

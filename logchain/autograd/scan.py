@@ -39,22 +39,9 @@ class Message(NamedTuple):
 class Steps:
     """A chain in float64 logarithms, by steps: g sets of m sequences that share parameters, c states.
 
-    Args:
-        x: log-potentials [*B, v, c].
-        transition: parameters [*B or ones, s, *own], of which leading axes may be missing.
-        p0: initial weights [*B or ones, c], likewise.
-        lengths: int64 [*B], or None for v.
-        log_params: whether parameters and p0 are logarithms.
-        entered: whether a message enters, in place of p0; then the first matrix leads into the first step.
-        fresh: bool [*B], sequences that start with p0 although a message enters; None: no sequence does.
-
-    Attributes:
-        layout: the order of sequences.
-        shape: that of a message, (g, m, c).
-        v: the number of steps.
-        device: that of all tensors.
-        ends: the number of steps of each sequence (g, m, 1), or None.
-        fresh: whether a sequence starts with p0 (g, m, 1), or None.
+    Operands are those of queries, of which leading axes may be missing; `shape` is that of a message, (g, m, c).
+    `entered`: a message enters, in place of p0, and the first matrix leads into the first step. `fresh` [*B]: sequences
+    that start with p0 all the same.
     """
 
     def __init__(
@@ -180,10 +167,14 @@ def backward_messages(steps: Steps) -> list[Tensor]:
 
 
 def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B]."""
+    """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
+
+    Entries that are -inf have gradient 0.
+    """
     messages, backward = list(forward_messages(steps)), backward_messages(steps)
     forward, log_norm = [message.logs for message in messages], _sum(steps, messages[-1], LOG)
     first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
+    first, last = (each.masked_fill(each == -math.inf, -math.inf) for each in (first, last))
     return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
 
 

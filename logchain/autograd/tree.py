@@ -8,8 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..kernels.numbers import log_weights
 from .matmul import log_matmul
-from .paths import logarithms, sum_of_logs
+from .paths import sum_of_logs
 from .products import log_product
 
 
@@ -45,7 +46,7 @@ def _relative(weights: Tensor, axes: int | tuple[int, int], *, log: bool) -> tup
     # the quotient of a small weight may underflow, where the difference of logarithms does not
     small = (weights.detach() / top < torch.finfo(top.dtype).tiny) & (weights > 0)
     of_small = torch.where(small, weights, 1.0).log() - top.log()
-    logs = torch.where(small, of_small, logarithms(torch.where(small, 1.0, weights / top), False))
+    logs = torch.where(small, of_small, log_weights(torch.where(small, 1.0, weights / top), False, torch.float64))
     return logs, top.log().squeeze(axes)
 
 

@@ -1,7 +1,5 @@
 """The best paths of a chain, as an operator of torch; its states are integers, which have no gradient."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from .. import kernels
 from ..chain import Chain
 from ..operands import chain_of
 from ..schedules.packed import PackedChain
-from .operator import operator, with_batch_first
+from .operator import operator
 from .paths import packed_log_weight
 
 
@@ -64,14 +62,8 @@ def _shapes(
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(batch, dtype=torch.bool)
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    operands = with_batch_first(info.batch_size, in_dims, *args[:4])
-    return _best_paths(*operands, *args[4:]), (0, 0)
-
-
 _best_paths = operator(
     "best_paths(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params, int? k) -> (Tensor, Tensor)",
     _forward,
     _shapes,
 )
-torch.library.register_vmap("logchain::best_paths", _vmap)

@@ -15,9 +15,10 @@ from ..autograd.operator import Final
 from ..autograd.paths import log_weight
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..log_prob import as_paths, checked_states
+from ..log_prob import as_paths
 from ..marginals import Marginals
 from ..operands import arithmetic_dtype
+from ..queries.operands import checked
 from ..sample import check_draws
 from ..viterbi import Path
 from .part import Part
@@ -196,7 +197,7 @@ def log_prob(
     if part.lengths is not None:
         paths = torch.where(torch.arange(x.shape[-2], device=x.device) < part.lengths[..., None], paths, -1)
     axes = f"axes {list(paths.shape[:-1])} before its variables"
-    part.ranks.agree(lambda: ({"states": axes}, checked_states(paths, x.shape[-1]).shape))
+    part.ranks.agree(lambda: ({"states": axes}, checked(paths, x.shape[-1], "states").shape))
     if part.ranks.place is not None:
         part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths

@@ -19,7 +19,7 @@ def entropy(operands: Operands) -> Tensor:
     """
     if operands.transition.sums:
         operands = multiplied_out(operands)
-    if operands.dense is not None:
+    if operands.is_dense:
         return entropy_of_dense(*operands.dense)
     if operands.x.numel() == 0:
         return log_norm(operands)

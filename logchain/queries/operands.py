@@ -15,13 +15,14 @@ from ..arguments import (
     check_tensor,
     has_values,
 )
-from ..autograd.operator import checked_values
+from ..autograd.operator import operator
 from ..autograd.scan import Steps
 from ..internals import is_exported, is_transformed
 from ..kernels import arithmetic_on, exact_kernels, on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Factors, Structured
 from ..operands import Operands as DenseOperands
+from ..operands import is_plain
 from ..transitions import Transition
 from ..transitions.dense import Dense
 
@@ -46,11 +47,18 @@ class Operands(NamedTuple):
         return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
     @property
-    def dense(self) -> DenseOperands | None:
-        """The operands with a tensor in place of a dense transition; None for a structure."""
-        if not isinstance(self.transition, Dense):
-            return None
-        return DenseOperands(self.x, self.transition.parameters[0], self.p0, self.lengths, self.log_params)
+    def is_dense(self) -> bool:
+        """Whether the transition is dense."""
+        return isinstance(self.transition, Dense)
+
+    @property
+    def dense(self) -> DenseOperands:
+        """The operands with matrices in place of a dense transition."""
+        (bulk,), p0 = self.transition.parameters, self.p0
+        if not is_plain(self.tensors):  # the rule for vmap takes operands that have all batch axes
+            bulk = bulk[(None,) * (self.x.dim() + 1 - bulk.dim())]
+            p0 = p0[(None,) * (self.x.dim() - 1 - p0.dim())]
+        return DenseOperands(self.x, bulk, p0, self.lengths, self.log_params)
 
     def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
         """The operands with other tensors of the same shapes."""
@@ -61,9 +69,10 @@ class Operands(NamedTuple):
         return self.of(*(tensor.detach() for tensor in self.tensors))
 
     def skeleton(self) -> "Operands":
-        """All but the tensors, which `of` puts back."""
+        """All but the tensors, which `of` puts back, with a copy of lengths, which the caller may change."""
         nothing: Any = None
-        return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
+        lengths = None if self.lengths is None else self.lengths.clone()
+        return Operands(nothing, self.transition.with_parameters(), nothing, lengths, self.log_params)
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as kernels take them; see `Structured.by_log`."""
@@ -71,6 +80,12 @@ class Operands(NamedTuple):
         parameters, pattern = self.transition.to_pattern(tuple(values)), self.transition.pattern
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
+
+    def with_checked_lengths(self) -> "Operands":
+        """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
+        if self.lengths is None:
+            return self
+        return self._replace(lengths=checked(self.lengths, self.x.shape[-2], "lengths"))
 
     def steps(self, *, entered: bool = False) -> Steps:
         """The operands as the differentiable scan takes them."""
@@ -170,9 +185,18 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
         )
 
 
-def _check_lengths(lengths: Tensor, v: int) -> None:
-    if not on_gpu(lengths):
-        check_lengths(lengths, v)
+def _checked(values: Tensor, size: int, name: str) -> Tensor:
+    if not on_gpu(values) and name == "lengths":
+        check_lengths(values, size)
+    elif not on_gpu(values) and values.numel():
+        low, high = (int(bound) for bound in torch.aminmax(values))
+        if low < -1 or high >= size:
+            raise ValueError(f"states: expected values from -1 to c - 1 = {size - 1}, got {low} to {high}")
+    return values.clone()
 
 
-checked_lengths = checked_values("checked_lengths", _check_lengths)
+# a copy of `lengths` of at most v = `size`, or of `states` below c = `size`; raises ValueError for others, except on a
+# GPU. It is an operator since values cannot be read where torch traces or maps a call.
+checked = operator(
+    "checked(Tensor values, SymInt size, str name) -> Tensor", _checked, lambda values, *_: torch.empty_like(values)
+)

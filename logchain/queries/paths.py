@@ -49,7 +49,7 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
     States are -1 behind a sequence's end, of impossible and of unknown sequences.
     """
-    if operands.dense is not None:
+    if operands.is_dense:
         return dense_best_paths(*operands.dense, None)
     best: tuple[Tensor, Tensor] | None = operands.in_c("best_paths")
     if best is not None:
@@ -71,7 +71,7 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
     """Paths int64 [count, *B, v] drawn from the posterior; states are -1 behind a sequence's end, and if impossible."""
     x = operands.x
-    if operands.dense is not None:
+    if operands.is_dense:
         *tensors, log_params = operands.dense
         paths: Tensor = torch.ops.logchain.sample(*tensors, count, generator, log_params)
         return paths

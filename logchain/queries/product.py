@@ -4,17 +4,19 @@ Dense matrices, products, and on a CPU bands and arcs have kernels; any other st
 derivatives are those that torch's autograd takes through that scan.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_choice, has_values
+from ..autograd.chain import LogPartition
 from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.chain import posteriors as dense_posteriors
-from ..autograd.operator import call
-from ..autograd.scan import second_derivatives, total
+from ..autograd.operator import apply
+from ..autograd.scan import total
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Gradients, Walk
 from ..operands import differentiated
@@ -29,7 +31,7 @@ Needs = tuple[bool, bool, bool]
 
 def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
-    if operands.dense is not None:
+    if operands.is_dense:
         return dense_log_norm(*operands.dense)
     if operands.x.numel() == 0:  # nothing but a graph
         nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
@@ -38,7 +40,7 @@ def log_norm(operands: Operands) -> Tensor:
         return _of_blocks(operands)
     if not differentiated(*operands.tensors):
         return forward(operands, False).log_norm
-    value: Tensor = call(_LogPartition, operands.skeleton(), *operands.tensors)
+    value: Tensor = apply(LogPartition, _Structure(operands.skeleton()), *operands.tensors)
     return value
 
 
@@ -62,28 +64,19 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     They are gradients with respect to x and to logarithms of parameters and p0, of the dtype of the arithmetic, and
     differentiable once.
     """
-    if operands.dense is not None:
+    if operands.is_dense:
         wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
-        assert wide.dense is not None
         value, (x, bulk, p0) = dense_posteriors(wide.dense, needs)
         return value, Gradients(x, (bulk,), p0)
-    if operands.x.numel() == 0:
-        value = log_norm(operands)
-        # a sum of nothing, with the graph of a sum
-        none = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
-        x, p0, *parameters = (one + value.sum() for one in none)
-        return value, Gradients(x, tuple(parameters), p0)
-    blocks, again = is_blocks(operands.transition.pattern), differentiated(*operands.tensors)
-    if not (blocks or again):
+    direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
+    again = differentiated(*operands.tensors)
+    if direct and not again:
         walk = forward(operands, True)
         return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
     with torch.enable_grad():
         logs = _logarithms(operands)
-        value = _of_blocks(logs) if blocks else total(logs.steps())
-        grads = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, allow_unused=True)
-        x, p0, *parameters = (
-            torch.zeros_like(one) if grad is None else grad for one, grad in zip(logs.tensors, grads, strict=True)
-        )
+        value = log_norm(logs)
+        x, p0, *parameters = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, materialize_grads=True)
     return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
 
 
@@ -92,22 +85,16 @@ def forward(operands: Operands, keep: bool) -> Walk:
     if not has_values(operands.x):
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
         return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
-    walk = _forward(operands, keep)
-    report_chains(walk.flagged)
-    return walk
-
-
-def _forward(operands: Operands, keep: bool) -> Walk:
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
     with kernels.arithmetic_on(operands.x), torch.no_grad():
         walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
         if walk is None:
             value = total(operands.steps()).contiguous()
-            return Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
-        chosen = _chosen(walk.flagged)
-        if len(chosen):
+            walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
+        elif len(chosen := _chosen(walk.flagged)):
             walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
-        return walk
+    report_chains(walk.flagged)
+    return walk
 
 
 def _chosen(mask: Tensor) -> Tensor:
@@ -120,10 +107,6 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
     if not has_values(operands.x):
         x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
         return Gradients(x, tuple(parameters), p0)
-    return _backward(operands, walk, weight, needs, by_log)
-
-
-def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
     module = kernels.structured_kernels(operands.x, operands.transition.pattern)
     with kernels.arithmetic_on(operands.x):
         gradients: Gradients | None = None
@@ -150,57 +133,29 @@ def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tens
             _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))
 
 
-class _LogPartition(torch.autograd.Function):
-    """A skeleton of operands, x, p0, parameters -> the log-partition [*B]."""
+class _Structure(NamedTuple):
+    """The schedule of structures; tensors are those of `Operands`."""
 
-    @staticmethod
-    def forward(ctx: Any, skeleton: Operands, *tensors: Tensor) -> Tensor:
-        walk = forward(skeleton.of(*tensors), True)
-        ctx.skeleton, ctx.choice = skeleton, kernels.on_cpu()
-        ctx.save_for_backward(*tensors, walk.log_norm, walk.flagged, *walk.kept)
-        return walk.log_norm.clone()  # the caller may change the value
+    skeleton: Operands
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernels.check_forward_choice(ctx.choice, grad)
-        saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
-        args = ctx.skeleton, needs, grad, *saved
-        gradients = call(_Gradient, *args) if torch.is_grad_enabled() else _Gradient.compute(*args)
-        return None, *(one if need else None for one, need in zip(gradients, needs, strict=True))
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        walk = forward(self.skeleton.of(*tensors), True)
+        return walk.log_norm.clone(), (walk.log_norm, walk.flagged, *walk.kept)  # the caller may change the value
 
-
-class _Gradient(torch.autograd.Function):
-    """skeleton, needs, grad, x, p0, parameters, log-partition, flagged, kept -> gradients of x, p0 and parameters."""
-
-    @staticmethod
-    def compute(skeleton: Operands, needs: tuple[bool, ...], grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        """The gradients, each of its operand's dtype."""
-        tensors, (log_norm, flagged, *kept) = saved[: len(needs)], saved[len(needs) :]
-        operands, walk = skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged)
+    def gradients(
+        self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        log_norm, flagged, *kept = saved
         wanted = needs[0], any(needs[2:]), needs[1]
-        x, parameters, p0 = backward(operands, walk, grad, wanted)
+        x, parameters, p0 = backward(self.skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged), grad, wanted)
         gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
         return tuple(
-            operand.new_empty(0) if one is None else one.to(operand.dtype)
-            for one, operand in zip(gradients, tensors, strict=True)
+            one.to(tensor.dtype) if need and one is not None else None
+            for one, tensor, need in zip(gradients, tensors, needs, strict=True)
         )
 
-    @staticmethod
-    def forward(ctx: Any, skeleton: Operands, needs: tuple[bool, ...], grad: Tensor, *saved: Tensor) -> Any:
-        ctx.skeleton, ctx.needs = skeleton, needs
-        ctx.save_for_backward(grad, *saved[: len(needs)])
-        return _Gradient.compute(skeleton, needs, grad, *saved)
-
-    @staticmethod
-    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("logchain: expected at most two derivatives, got a third")
-        grad, *tensors = ctx.saved_tensors
-        used = [tangent if need else None for tangent, need in zip(along, ctx.needs, strict=True)]
-        second = second_derivatives(lambda *leaves: total(ctx.skeleton.of(*leaves).steps()), tensors, grad, used)
-        residuals = len(ctx.needs_input_grad) - 3 - len(tensors)
-        return None, None, *second, *(None,) * residuals
+    def log_norm(self, *tensors: Tensor) -> Tensor:
+        return total(self.skeleton.of(*tensors).steps())
 
 
 def _logarithms(operands: Operands) -> Operands:

@@ -27,7 +27,7 @@ def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths int64 [*B, k, v], -1 where there is no state, and their log-weights [*B, k] in falling order."""
     x, transition, p0, lengths, log_params = operands
     check_products(transition)
-    if operands.dense is not None:
+    if operands.is_dense:
         states, unknown = dense_best_paths(*operands.dense, k)
     else:
         states, unknown = topk_paths(operands, k)

@@ -14,9 +14,7 @@ class PackedChain:
     """Packed sequences on a CPU as one `Chain` with `starts`, and the kernels' results for it."""
 
     def __init__(self, packed: Query, *, by_log: bool = False) -> None:
-        dense = packed.operands.dense
-        assert dense is not None
-        x, bulk, p0, _, log_params = dense
+        x, bulk, p0, _, log_params = packed.operands.dense
         ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
         p0 = p0 if p0.dim() > 1 else p0[None]
         self.chain = Chain(x, bulk, p0, ends, log_params, packed.dtype, by_log, starts=packed.starts)

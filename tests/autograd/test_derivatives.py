@@ -139,3 +139,31 @@ def test_gradient_at_an_exact_zero_is_zero_though_a_path_would_profit():
     logchain.product(x, bulk, p0).backward()
     assert bulk.grad.tolist() == [[[0.0, 1.0], [0.0, 0.0]]]
     assert p0.grad.tolist() == [1.0, 0.0]
+
+
+ENDS = {
+    "sequential": {"lengths": [400, 2]},
+    "segments": {"lengths": [400, 2], "strategy": "segments:2:1"},
+    "checkpoints": {"lengths": [400, 2], "memory_budget": 16_000},
+    "packed": {"cu_seqlens": [0, 400, 402]},
+    "structure": {"lengths": [400, 2]},
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_lengths_changed_before_the_backward_pass_change_no_gradient(case):
+    """A change is an error, or has no influence."""
+    x = torch.randn((402, 3) if case == "packed" else (2, 400, 3), dtype=F64, requires_grad=True)
+    bulk, p0 = torch.rand(1, 3, 3, dtype=F64), torch.rand(3, dtype=F64)
+    bulk = logchain.transitions.Banded(bulk[0], (0, 1, -1)) if case == "structure" else bulk
+    options = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in ENDS[case].items()}
+    ends = options.get("lengths", options.get("cu_seqlens"))
+    (expected,) = torch.autograd.grad(logchain.product(x, bulk, p0, **options).sum(), x)
+    value = logchain.product(x, bulk, p0, **options).sum()
+    ends[1] -= 1
+    try:
+        (gradient,) = torch.autograd.grad(value, x)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        assert torch.equal(gradient, expected)

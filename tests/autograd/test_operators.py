@@ -57,14 +57,10 @@ def test_opcheck_of_chains():
         torch.library.opcheck(OPS.log_norm_backward.default, arguments)
         along = [torch.randn_like(operand) for operand in (x, bulk, p0)]
         arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
-        torch.library.opcheck(OPS.log_norm_along.default, arguments)
         with torch.no_grad():
             torch.library.opcheck(OPS.log_norm_second.default, (grad, *arguments))
-    torch.library.opcheck(OPS.messages.default, (x, bulk, p0, lengths, chain.log_params))
     with torch.no_grad():
-        found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
-        arguments = (*map(torch.ones_like, found), x, bulk, p0, lengths, chain.log_params)
-        torch.library.opcheck(OPS.messages_backward.default, arguments)
+        torch.library.opcheck(OPS.messages.default, (*chain[:3], lengths, chain.log_params))
         arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1, 0)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
         for k in (None, 2):
@@ -251,6 +247,77 @@ def test_hessians(family, lengths):
                 torch.testing.assert_close(one, other)
     found = torch.func.hessian(function, argnums=everything)(*chain[:3])
     torch.testing.assert_close(found[0][1], expected[0][1])
+
+
+def along(function):
+    """The derivative along fixed tangents, in forward mode."""
+    return lambda *o: torch.func.jvp(function, o, tuple(operand.detach().cos() for operand in o))[1]
+
+
+def slope(function):
+    """The gradients of a sum."""
+    return lambda *o: torch.func.grad(lambda *o: total(tree_leaves(function(*o))), argnums=(0, 1, 2))(*o)
+
+
+NESTED = {
+    "along of slope": lambda f: along(slope(f)),
+    "slope of along": lambda f: slope(along(f)),
+    "slope of slope": lambda f: slope(slope(f)),
+}
+NESTED |= {
+    f"map of {name}": lambda f, nested=nested: torch.vmap(nested(f), in_dims=(0, None, None))
+    for name, nested in NESTED.items()
+}
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_nested_transforms_agree_with_the_definition(nested):
+    x, bulk, p0, _ = FAMILIES["dense"](F64, n=2, t=2, v=3, c=2)
+    operands = (x, bulk[0, 0].log(), p0[0, 0].log())
+
+    def definition(x, bulk, p0):
+        message = p0 + x[..., 0, :]
+        for i in range(1, x.shape[-2]):
+            message = torch.logsumexp(message[..., :, None] + bulk[min(i, len(bulk)) - 1], -2) + x[..., i, :]
+        return torch.logsumexp(message, -1)
+
+    functions = definition, lambda *o: logchain.product(*o, log_params=True)
+    expected, results = (NESTED[nested](function) for function in functions)
+    for one, other in zip(tree_leaves(results(*operands)), tree_leaves(expected(*operands)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_forward_derivatives_of_forward_derivatives_are_refused():
+    chain = FAMILIES["dense"](F64, v=3, c=2)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        along(along(logchain.product))(*chain[:3])
+
+
+@pytest.mark.parametrize("query", ["filtered", "messages", "log_prob", "product"])
+def test_gradients_at_mapped_weights_of_zero_are_zero(query):
+    chain = FAMILIES["dense"](F64, v=3, c=2)
+    bulk = torch.stack([chain.bulk, chain.bulk * 2.0])
+    bulk[..., 0, 1] = 0.0
+
+    def function(bulk):
+        return total(torch.vmap(lambda bulk: tuple(WITH_PRODUCT[query](chain.x, bulk, chain.p0)))(bulk))
+
+    gradient = torch.func.grad(function)(bulk)
+    assert gradient.isfinite().all() and (gradient[..., 0, 1] == 0).all() and (gradient != 0).any()
+
+
+def test_a_compiled_product_keeps_messages_for_gradients_alone():
+    chain, flags = FAMILIES["dense"](F64, v=3, c=2), []
+
+    def backend(graph, _):
+        flags.extend(node.args[5] for node in graph.graph.nodes if "log_norm" in str(node.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(logchain.product, fullgraph=True, backend=backend)
+    compiled(*chain[:3])
+    compiled(*leaves(chain))
+    assert flags == [False, True]
 
 
 def test_gradients_in_one_batch():

@@ -79,7 +79,7 @@ def test_compiles_and_maps():
     torch.testing.assert_close(torch.vmap(function, (None, 0))(x, lengths), rows)
     slope = torch.func.grad(lambda x: function(x, lengths[0]).sum())(x)
     torch.testing.assert_close(slope[0].numpy(), reference.marginals(x + 1, bulk, p0).states[0])
-    torch.library.opcheck(torch.ops.logchain.checked_lengths.default, (lengths, 4))
+    torch.library.opcheck(torch.ops.logchain.checked.default, (lengths, 4, "lengths"))
     with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 1 to 5"):
         run(chain, LOG, torch.tensor([1, 5, 2]))
 
