@@ -201,6 +201,14 @@ class Stream:
     def flush(self) -> StreamUpdate:
         """The posteriors and states that were still waiting for more variables, with all sequences ended.
 
+        `reset` starts sequences again.
+
+        Returns:
+            `StreamUpdate`, whose filtered posterior is empty.
+
+        Raises:
+            RuntimeError: there was no update before.
+
         >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]), viterbi=True)
         >>> stream.update(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).states  # later data can change both
         tensor([], dtype=torch.int64)
@@ -220,7 +228,21 @@ class Stream:
         return self._to(state, empty if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Start sequences again at `p0`, with the next piece: those of a bool `mask` `[*B]`, or all."""
+        """Start sequences again at `p0`, with the next piece.
+
+        Args:
+            mask: bool `[*B]`, True for the sequences to start; None for all.
+
+        Raises:
+            TypeError: `mask` is no tensor of bool.
+            ValueError: its shape is not `B`.
+
+        >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]))
+        >>> _ = stream.update(torch.tensor([[3.0, 3.0]]))
+        >>> stream.reset()
+        >>> stream.update(torch.tensor([[2.5, 2.5]])).log_norm
+        tensor(2.5000)
+        """
         state = self._state
         if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
             got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
@@ -240,7 +262,13 @@ class Stream:
         return {"options": self._options, "state": None if self._state is None else self._state.plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream of the same arguments was, with the same bits, by its `state_dict()`.
+        """Go on from where another stream of the same arguments was, with the same bits.
+
+        Args:
+            state: what `state_dict()` of that stream returned.
+
+        Raises:
+            ValueError: it is another, or that of a stream of other arguments.
 
         >>> bulk, p0 = torch.eye(2)[None], torch.tensor([0.5, 0.5])
         >>> stream, other = Stream(bulk, p0), Stream(bulk, p0)

@@ -339,6 +339,24 @@ def test_an_impossible_segment_does_not_spoil_the_one_before():
     assert found.tolist() == [[1, 1, 1, -1, -1], [1] * 5]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 50.0, 500.0])
+@pytest.mark.parametrize("size", [1, 40])
+def test_what_is_impossible_or_nan_stays_so(size, scale, dtype):
+    """In sequences that underflow, too, and beside one that goes on."""
+    draw = torch.Generator().manual_seed(1)
+    bulk = torch.rand(1, 3, 3, generator=draw) * (torch.rand(3, 3, generator=draw) > 0.4)
+    x = torch.randn(3, size, 3, generator=draw).mul(scale).to(dtype)
+    stream, broken = Stream(bulk.to(dtype), torch.ones(3, dtype=dtype)), x.clone()
+    broken[0, -1], broken[1, -1, 0] = -INF, NAN
+    for piece in (x, x, broken, x):
+        update = stream.update(piece)
+    for shares in (update.filtered[:, 0], update.filtered[:, -1], stream.filtered):
+        assert (shares[0] == 0).all() and shares[1].isnan().all()
+        torch.testing.assert_close(shares[2].sum(), torch.ones((), dtype=dtype))
+    assert stream.log_norm[0] == -INF and stream.log_norm[1].isnan() and stream.log_norm[2].isfinite()
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("size", [2, 20])
 def test_best_paths_of_unknown_sequences_are_minus_one(size, value):

@@ -122,7 +122,15 @@ class Transition(ABC):
         return pick(message + columns, uniform)[0]
 
     def to_dense(self, *, log_params: bool = False) -> Tensor:
-        """The matrices `[*lead, c, c]`, which define a structure; `log_params`: of logarithms, as parameters are."""
+        """The matrices `[*lead, c, c]`, which define a structure; `log_params`: of logarithms, as parameters are.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.to_dense()
+        tensor([[0.9000, 0.1000, 0.0000],
+                [0.0000, 0.8000, 0.2000],
+                [0.0000, 0.0000, 1.0000]])
+        """
         return self._dense(LOG if log_params else LINEAR)
 
     def _dense(self, semiring: Semiring) -> Tensor:

@@ -66,7 +66,7 @@ static void finish_dense(const Scan *w, const Sequence *s, double sum, Sum log_n
     const Chain *a = w->a->dense;
     int64_t q = s->place->index;
     write_log_norm(a, q, log_norm);
-    double log_sum = s->has_nan || sum == 0 ? log_norm.sum : logarithm(sum);
+    double log_sum = s->has_nan ? log_norm.sum : sum == 0 ? 0 : logarithm(sum);
     if (a->around.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
     for (int64_t step = s->place->steps; step < a->steps && !a->packed; step++) {
         if (a->messages.data) fill_row(a->states, 0, message_at(a, q, step));
