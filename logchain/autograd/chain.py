@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values
 from ..chain import Chain
-from ..internals import is_transformed
+from ..internals import is_mapped, is_transformed
 from ..kernels.message import Kept
 from ..operands import Operands, differentiated, is_plain
 from ..rescues import report_chains
@@ -134,9 +134,21 @@ class LogPartition(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernels.check_forward_choice(ctx.choice, grad)
         schedule, needs, saved = ctx.schedule, ctx.needs_input_grad[1:], ctx.saved_tensors
-        if torch.is_grad_enabled() and is_plain((grad,)):
+        tensors, residuals = saved[: len(needs)], saved[len(needs) :]
+        if not is_plain((grad,)) and is_mapped():  # a batch of gradients
+            return None, *_by_scan(schedule, tensors, grad, needs)
+        if torch.is_grad_enabled():
             return None, *apply(Posteriors, schedule, needs, grad, *saved)
-        return None, *schedule.gradients(saved[: len(needs)], saved[len(needs) :], grad, needs)
+        return None, *schedule.gradients(tensors, residuals, grad, needs)
+
+
+def _by_scan(schedule: Schedule, tensors: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        tensors = tensors if again else [tensor.detach().requires_grad_() for tensor in tensors]
+        used = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+        gradients = iter(torch.autograd.grad(schedule.log_norm(*tensors), used, grad, create_graph=again))
+    return tuple(next(gradients) if need else None for need in needs)
 
 
 class Posteriors(torch.autograd.Function):
@@ -177,7 +189,7 @@ class _Short(NamedTuple):
         return value, (saved,)
 
     def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        if is_plain((grad,)) and self.short.fits(*operands):
+        if self.short.fits(*operands):
             return tuple(self.short.gradients(*operands, saved[0], grad, needs))
         norm, messages, recomputed = self.short.parts(saved[0], operands[0])
         parts = Saved(norm, messages, messages.new_empty(0), recomputed)

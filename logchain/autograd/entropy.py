@@ -84,8 +84,13 @@ def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None
 
 
 def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weights:
-    """The logarithms of all weights in float64."""
-    return x.double(), log_weights(bulk, log_params, torch.float64), log_weights(p0, log_params, torch.float64)
+    """The logarithms of all weights in float64, with 0 for -inf and for NaN, which makes the log-partition NaN too."""
+    return _finite_log(x, True), _finite_log(bulk, log_params), _finite_log(p0, log_params)
+
+
+def _finite_log(weights: Tensor, log_params: bool) -> Tensor:
+    logs = log_weights(weights, log_params, torch.float64)
+    return logs.masked_fill((logs == -torch.inf) | weights.isnan(), 0.0)
 
 
 def _chains(operands: Sequence[Tensor]) -> list[Weights]:

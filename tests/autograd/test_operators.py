@@ -327,6 +327,22 @@ def test_gradients_in_one_batch():
     torch.testing.assert_close(found, expected)
 
 
+def test_gradients_in_one_batch_of_structures_and_packed_sequences_agree():
+    x, p0, values = torch.randn(7, 3, dtype=F64), torch.rand(3, dtype=F64), torch.rand(3, 3, dtype=F64)
+    banded, offsets = logchain.transitions.Banded(values, (0, 1, -1)), torch.tensor([0, 4, 7])
+    functions = (
+        lambda x: logchain.product(x.view(1, 7, 3), banded, p0),
+        lambda x: logchain.product(x, values, p0, cu_seqlens=offsets),
+    )
+    for function in functions:
+        for again in (False, True):
+            leaf, jacobian = x.clone().requires_grad_(), torch.autograd.functional.jacobian
+            pair = [jacobian(function, leaf, create_graph=again, vectorize=batch) for batch in (False, True)]
+            torch.testing.assert_close(*pair)
+            if again:
+                torch.testing.assert_close(*(torch.autograd.grad(one.sin().sum(), leaf) for one in pair))
+
+
 def test_jacobians_of_each_sequence():
     chain = FAMILIES["dense"](F64, v=4, c=3)
     for argument in range(3):
