@@ -328,6 +328,12 @@ MUTANTS = [
            "return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 12)",
            "return (None, *if_needed(derivatives, ctx.needs_input_grad[:4])[1:], *(None,) * 12)",
            table("derivatives_agree and cpu-product")),
+    Mutant("lengths of structures are those at the backward pass", "logchain/queries/operands.py",
+           "None if self.lengths is None else self.lengths.clone()", "self.lengths",
+           "tests/autograd -k 'lengths_changed and structure'"),
+    Mutant("logarithms of mapped weights have infinite gradients", "kernels/numbers.py",
+           "if log_params or not torch.is_grad_enabled():", "if log_params or not weights.requires_grad:",
+           "tests/autograd -k mapped_weights"),
     # models
     Mutant("gaussian maximum is not centered", "logchain/nn/emissions/gaussian.py",
            "scatter = squares - self._products(sums, means)", "scatter = squares",
