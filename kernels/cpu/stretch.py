@@ -15,12 +15,13 @@ Carried = tuple[Tensor, Tensor, Tensor]
 class Stretch(Template):
     """The arguments of stretches of one shape except for addresses; only shapes and strides of `chain` are read.
 
-    The first of the matrices, as many as steps or one, leads from the message that enters into the first step.
+    If it is `entered`, the first of the matrices, as many as steps or one, leads from the message that enters into the
+    first step; otherwise it starts at p0.
     """
 
-    def __init__(self, chain: Chain) -> None:
-        super().__init__(chain, entered=True)
-        shares = self.arguments.out
+    def __init__(self, chain: Chain, *, entered: bool) -> None:
+        super().__init__(chain, entered=entered)
+        self._name, shares = "stretch" if entered else "value", self.arguments.out
         self._places = offsets((chain.g * chain.m,), (chain.v * chain.c,))
         shares.step, shares.at = chain.c, self._places.data_ptr()
 
@@ -30,6 +31,7 @@ class Stretch(Template):
         bulk: Tensor,
         carried: Carried,
         *,
+        p0: Tensor | None = None,
         ends: Tensor | None = None,
         messages: Tensor | None = None,
         redone: Tensor | None = None,
@@ -38,11 +40,12 @@ class Stretch(Template):
     ) -> tuple[Carried, int]:
         """The message that leaves, and the number of sequences that were computed exactly.
 
-        `ends` int64 (g, m) are numbers of steps, the entering message counted as one. Where there is memory, messages
-        are written to `messages` (v, g, m, c), the entering one first, and which of them are logarithms to `redone`
-        (g, m); those with sum 1 to `shares` [*B, v, c], contiguous, and log-partitions to `value`.
+        Without a message that enters there is a p0. `ends` int64 (g, m) are numbers of steps, that message counted as
+        one. Where there is memory, messages are written to `messages` (v, g, m, c), the entering one first, and which
+        of them are logarithms to `redone` (g, m); those with sum 1 to `shares` [*B, v, c], contiguous, and
+        log-partitions to `value`.
         """
-        a = self.of(x, bulk)
+        a = self.of(x, bulk, p0)
         message, total, error = (part.contiguous() for part in carried)
         after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(error)
         before = a.around
@@ -58,4 +61,4 @@ class Stretch(Template):
             a.ends, a.order = ends.data_ptr(), order.data_ptr()
         if value is not None:
             a.value = value.data_ptr()
-        return after, self.run("stretch", a)
+        return after, self.run(self._name, a)

@@ -53,7 +53,8 @@ def filtered(
         x.new_empty(x.shape, dtype=torch.float64) if with_messages else None,
     )
     rest, into = piece, outputs
-    if not piece.going:  # a step apart for sequences that start, since a message enters the kernels
+    if not piece.going and (with_messages or not (piece.starting and _in_place(piece))):
+        # a step apart for sequences that start, since a message enters the kernels
         entering, first = _by_scan(piece.part(0, 1).logs, entering, dtype)
         for out, value in zip(outputs, first, strict=True):
             if out is not None and value is not None:
@@ -63,6 +64,11 @@ def filtered(
         with kernels.arithmetic_on(x):
             entering = _by_kernels(rest, entering, into)
     return entering, outputs
+
+
+def _in_place(piece: Piece) -> bool:
+    """Whether the C loops read a piece."""
+    return kernels.in_c(piece.x) and stretch.in_place(piece.x, piece.bulk)
 
 
 def _part(outputs: Outputs, start: int, stop: int | None) -> Outputs:
@@ -92,10 +98,9 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> tupl
 
 
 def _by_kernels(piece: Piece, entering: Message, outputs: Outputs) -> Message:
-    """The message that leaves a dense piece, which one entered in all sequences; outputs are written."""
-    x, bulk, k, (posteriors, messages) = piece.x, piece.bulk, piece.x.shape[-2], outputs
-    leaving = entering
-    if kernels.in_c(x) and stretch.in_place(x, bulk):
+    """The message that leaves a dense piece, which enters all sequences unless all start; outputs are written."""
+    x, bulk, k, leaving, (posteriors, messages) = piece.x, piece.bulk, piece.x.shape[-2], entering, outputs
+    if _in_place(piece):
         leaving = stretch.walk(piece, entering, posteriors, messages)
     else:
         size = max(1, _BLOCK * k // (x.numel() + (bulk.numel() if bulk.shape[-3] > 1 else 0)))

@@ -26,6 +26,7 @@ class Piece:
 
     `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `counts`: the number of
     variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: none is.
+    `starting`: all are known to be, and to have a variable.
     """
 
     x: Tensor  # [*B, k, c]
@@ -35,6 +36,7 @@ class Piece:
     counts: Tensor | None  # int64 [*B]
     fresh: Tensor  # bool [*B]
     going: bool
+    starting: bool
     log_params: bool
 
     @property
@@ -46,7 +48,8 @@ class Piece:
         """The piece of the variables from `start` to before `stop`."""
         x, transition = self.x[..., start:stop, :], steps_between(self.transition, start, stop)
         counts = None if self.counts is None else (self.counts - start).clamp(0, stop - start)
-        return replace(self, x=x, transition=transition, counts=counts, going=self.going or start > 0)
+        going, starting = self.going or start > 0, self.starting and start == 0
+        return replace(self, x=x, transition=transition, counts=counts, going=going, starting=starting)
 
     def active(self) -> Tensor:
         """Which variables [*B, k] belong to their sequence, not past its end."""
@@ -167,7 +170,8 @@ class State(NamedTuple):
             counts = torch.where(self.over, 0, k if ends is None else ends.clamp(0, k))
             counts = None if readable and (counts == k).all() else counts
         going = self.running or (readable and not self.fresh.any())
-        return Piece(x, transition, p0, name, counts, self.fresh, going, log_params)
+        starting = not going and counts is None and readable and bool(self.fresh.all())
+        return Piece(x, transition, p0, name, counts, self.fresh, going, starting, log_params)
 
     def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
         """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""

@@ -15,11 +15,11 @@ from ..rescues import report_chains
 from .piece import Piece, selected
 
 
-def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
+def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, entered: bool = True) -> Any:
     """The `kernels.cpu.stretch.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
     layout = Layout.of(x, bulk)
     chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, log_params, x.dtype)
-    return kernels.load("cpu.stretch").Stretch(chain)
+    return kernels.load("cpu.stretch").Stretch(chain, entered=entered)
 
 
 def in_place(x: Tensor, bulk: Tensor) -> bool:
@@ -52,26 +52,36 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
 
 
 def walk(piece: Piece, entering: Message, posteriors: Tensor | None, messages: Tensor | None) -> Message:
-    """The message that leaves a piece; posteriors and messages are written if there is memory for them."""
+    """The message that leaves a piece; posteriors and messages are written if there is memory for them.
+
+    It enters the piece, unless all sequences start there.
+    """
     dtype = arithmetic_dtype(piece.x, piece.bulk, piece.p0)
     x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (piece.x, piece.bulk, piece.p0))
-    x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
+    x, entered = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous(), piece.going
+    if not entered and bulk.shape[-3] > 1:
+        bulk = bulk[..., 1:, :, :]
     layout, places = Layout.of(x, bulk), [(one.shape, one.stride()) for one in (x, bulk, p0)]
-    key = "stretch", *places, dtype, piece.log_params, torch.get_num_threads()
-    stretch = kernels.load("cpu.template").cached(key, lambda: stretch_of(x, bulk, p0, piece.log_params))
-    ends = None if piece.counts is None else layout.grouped(piece.counts + 1).contiguous()
-    linear = None if messages is None else x.new_empty(x.shape[-2] + 1, *layout.grid, x.shape[-1])
+    key = "stretch", *places, dtype, piece.log_params, entered, torch.get_num_threads()
+    stretch = kernels.load("cpu.template").cached(
+        key, lambda: stretch_of(x, bulk, p0, piece.log_params, entered=entered)
+    )
+    ends = None if piece.counts is None else layout.grouped(piece.counts + entered).contiguous()
+    linear = None if messages is None else x.new_empty(x.shape[-2] + entered, *layout.grid, x.shape[-1])
     redone = torch.empty(layout.grid, dtype=torch.bool, device=x.device)
     shares = posteriors
     if posteriors is not None and not (posteriors.dtype == dtype and posteriors.is_contiguous()):
         shares = torch.empty(posteriors.shape, dtype=dtype, device=x.device)
-    after, count = stretch.forward(x, bulk, entering, ends=ends, messages=linear, redone=redone, shares=shares)
+    start = None if entered else p0
+    after, count = stretch.forward(
+        x, bulk, entering, p0=start, ends=ends, messages=linear, redone=redone, shares=shares
+    )
     leaving = Message(*after)
     report_chains(count)
     if posteriors is not None and shares is not None and shares is not posteriors:
         posteriors.copy_(shares)
     if messages is not None and linear is not None:
-        logs = Kept(leaving.scale, linear, redone).logs(slice(1, None))
+        logs = Kept(leaving.scale, linear, redone).logs(slice(int(entered), None))
         view = layout.steps_first(messages)
         view.copy_(logs.view(view.shape))
     return leaving if piece.counts is None else selected(piece.counts > 0, leaving, entering)
