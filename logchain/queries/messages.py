@@ -1,12 +1,14 @@
 """The forward and backward messages of a batch of chains, and filtered posteriors."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.operator import operator
-from ..autograd.scan import both_messages, filtered_messages
-from ..internals import is_transformed
+from ..autograd.operator import Final, Saving, if_needed, operator
+from ..autograd.scan import Steps, both_messages, filtered_messages
+from ..internals import autograd_in_operators, is_transformed
 from ..operands import arithmetic_dtype, chain_of, differentiated
 from ..transitions.dense import Dense
 from .operands import Operands
@@ -17,9 +19,11 @@ Messages = tuple[Tensor, Tensor, Tensor]
 def messages(operands: Operands) -> Messages:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
-    They have the dtype of the arithmetic, and where gradients are needed are those of the scan.
+    They have the dtype of the arithmetic, and where gradients are needed are those of the scan; but torch.compile would
+    take minutes for the operations of its steps.
     """
-    if differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed()):
+    with_gradients = differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed())
+    if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):
         return _by_scan(operands)
     results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
     if results is None:
@@ -53,11 +57,51 @@ def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:
     return messages, torch.empty_like(messages), messages.new_empty(x.shape[:-2])
 
 
-# without derivatives, which are those of the scan
-_messages = operator(
-    "messages(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params) -> (Tensor, Tensor, Tensor)",
-    _of_dense,
-    _shapes,
+class _Messages(Saving):
+    """x, bulk, p0, lengths, log_params -> forward messages, backward messages, log-partition."""
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _messages_backward(*along, *ctx.saved_tensors, *ctx.options)
+        return (*if_needed(gradients, ctx.needs_input_grad[:3]), None, None)
+
+
+class _Gradient(Final):
+    """A gradient for each output of `_Messages`, x, bulk, p0, lengths, log_params -> gradients of x, bulk and p0."""
+
+    refusal = "forward_backward: expected one derivative inside torch.compile, got a second"
+
+
+def _backward(*args: Any) -> Messages:
+    along, operands, (lengths, log_params) = args[:3], args[3:6], args[6:]
+    if operands[0].numel() == 0:
+        by_x, by_bulk, by_p0 = (torch.zeros_like(operand) for operand in operands)
+        return by_x, by_bulk, by_p0
+    with autograd_in_operators(), torch.enable_grad():
+        leaves = x, bulk, p0 = [operand.detach().requires_grad_() for operand in operands]
+        outputs = both_messages(Steps(x, Dense(bulk), p0, lengths, log_params), lengths)
+        # the backward messages of a single variable are constant
+        used = [pair for pair in zip(outputs, along, strict=True) if pair[0].requires_grad]
+        tangents = [torch.where(output == -torch.inf, 0.0, tangent).double() for output, tangent in used]
+        gradients = torch.autograd.grad([output for output, _ in used], leaves, tangents, materialize_grads=True)
+    by_x, by_bulk, by_p0 = (gradient.contiguous() for gradient in gradients)
+    return by_x, by_bulk, by_p0
+
+
+def _gradient_shapes(*args: Any) -> Messages:
+    by_x, by_bulk, by_p0 = (operand.new_empty(operand.shape) for operand in args[3:6])
+    return by_x, by_bulk, by_p0
+
+
+_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params"
+_messages = operator(f"messages({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _of_dense, _shapes, _Messages)
+_messages_backward = operator(
+    f"messages_backward(Tensor along_forward, Tensor along_backward, Tensor along_norm, {_OPERANDS})"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+    _Gradient,
+    gradients=True,
 )
 
 

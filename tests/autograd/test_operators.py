@@ -59,8 +59,11 @@ def test_opcheck_of_chains():
         arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
         with torch.no_grad():
             torch.library.opcheck(OPS.log_norm_second.default, (grad, *arguments))
+    torch.library.opcheck(OPS.messages.default, (x, bulk, p0, lengths, chain.log_params))
     with torch.no_grad():
-        torch.library.opcheck(OPS.messages.default, (*chain[:3], lengths, chain.log_params))
+        found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
+        arguments = (*map(torch.randn_like, found), x, bulk, p0, lengths, chain.log_params)
+        torch.library.opcheck(OPS.messages_backward.default, arguments)
         arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1, 0)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
         for k in (None, 2):
@@ -318,6 +321,30 @@ def test_a_compiled_product_keeps_messages_for_gradients_alone():
     compiled(*chain[:3])
     compiled(*leaves(chain))
     assert flags == [False, True]
+
+
+def test_compiled_messages_have_gradients_by_one_operator():
+    """A graph of each step's operations would take minutes to compile."""
+    chain, sizes = FAMILIES["dense"](F64, v=40, c=3), []
+
+    def backend(graph, _):
+        sizes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def messages(*operands):
+        return total(tuple(logchain.forward_backward(*operands)))
+
+    torch._dynamo.reset()
+    operands = leaves(chain)
+    compiled = torch.compile(messages, fullgraph=True, backend=backend)(*operands)
+    expected = torch.autograd.grad(messages(*operands), operands)
+    for one, other in zip(torch.autograd.grad(compiled, operands, create_graph=True), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert len(sizes) == 1 and sizes[0] < 40
+    with pytest.raises(RuntimeError, match="expected one derivative inside torch.compile"):
+        compiled = torch.compile(messages, fullgraph=True, backend=backend)(*operands)
+        (first,) = torch.autograd.grad(compiled, operands[0], create_graph=True)
+        torch.autograd.grad(first.sum(), operands[0])
 
 
 def test_gradients_in_one_batch():
