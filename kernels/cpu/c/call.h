@@ -193,7 +193,7 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
    that come from these are too large by as much, and are corrected. */
 
 /* The mean of c logarithms, or of those of weights, `step` apart, less those of `minus`, under shares that need not add
-   up to 1; 0 if there are none. `raised`: shares are those of loops. */
+   up to 1; 0 if there are none. */
 static double mean_of(const Chain *a, int are_logs, const real *from, int64_t step, const real *minus,
                       int64_t minus_step, real *shares) {
     reals sum = {0}, all = {0};
