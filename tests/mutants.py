@@ -196,8 +196,8 @@ MUTANTS = [
         ("factors of sums are 1", "g *= read_some(scaled + j, 1, left, 0) / v;", "g *= 1;"),
     )),
     *(Mutant(name, C + file, old, new, SEARCH) for name, file, old, new in SEARCHED),
-    Mutant("raised emissions are not asked about", C + "step.h", "return raised || sums.least < bits_of(TRUSTED) ||",
-           "return (raised & 0) || sums.least < bits_of(TRUSTED) ||", SEARCH, narrow=True),
+    Mutant("raised emissions are not asked about", C + "step.h", "return raised || sums.small ||",
+           "return (raised & 0) || sums.small ||", SEARCH, narrow=True),
     # Triton
     Mutant("a message that enters meets potentials", GPU + "scan.py",
            "            x = tl.where(here_now & (i == 0), 0.0, x)\n",

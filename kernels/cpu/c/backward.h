@@ -54,12 +54,15 @@ INLINE Range row_posterior(int64_t c, int64_t width, const real *forward, real *
                            Member *member) {
     Range range = range_of(width, backward);
     real factor = member->scale = scale_to_top(exponent_of(range.most)), down = power_of_two(-TOP);
-    reals sum = {0};
-    for (int64_t j = 0; j < width; j += LANES) {
-        reals b = read_some(backward + j, 1, width - j, 0) * factor;
-        write_some(backward + j, b, width - j);
-        sum += read_some(forward + j, 1, width - j, 0) * (b * down);
+    int64_t last = width - LANES, shared = LANES - 1 - (width - 1) % LANES; /* lanes that the last two vectors share */
+    reals end = load(backward + last) * factor, sum = load(forward + last) * (end * down);
+    sum = where(lane_numbers() < (whole)shared, (reals){0}, sum);
+    for (int64_t j = 0; j < last; j += LANES) {
+        reals b = load(backward + j) * factor;
+        store(backward + j, b);
+        sum += load(forward + j) * (b * down);
     }
+    store(backward + last, end);
     real all = total(sum), least_seen = all * power_of_two(1 - BIAS), inverse_sum = all > 0 ? 1 / all : 0;
     for (int64_t k = 0; k < vectors_of(c) && posterior; k++) {
         int64_t j = start_of(k, c);

@@ -42,11 +42,13 @@ INLINE void scale_source(int64_t width, real *source, Member member, real weight
     real first = apart ? part : factor, second = apart ? inverse_sum : 1;
     real limit = apart ? 0 : power_of_two(-HALF - FADED) / factor,
          least = limit > power_of_two(1 - BIAS) ? limit : power_of_two(1 - BIAS);
-    reals most = splat(power_of_two(BIAS - 1));
-    for (int64_t left = width; left > 0; source += LANES, left -= LANES) {
-        reals t = read_some(source, 1, left, 0), down = smaller(where(t < least, (reals){0}, t) * first, most);
-        write_some(source, smaller(down * second, most) * weight, left);
+    reals most = splat(power_of_two(BIAS - 1)), end = load(source + width - LANES);
+    end = smaller(smaller(where(end < least, (reals){0}, end) * first, most) * second, most) * weight;
+    for (int64_t j = 0; j + LANES < width; j += LANES) {
+        reals t = load(source + j);
+        store(source + j, smaller(smaller(where(t < least, (reals){0}, t) * first, most) * second, most) * weight);
     }
+    store(source + width - LANES, end);
 }
 
 /* A faded source times an entry above LARGE may be a likely transition. */

@@ -159,20 +159,20 @@ INLINE int emit(int64_t width, const real *x, real top, const real *sums, real f
     return any(raised);
 }
 
-/* Bits of the least and of the largest of a row of sums. */
-typedef struct { whole least, most; } Range;
+/* Bits of the largest of a row of sums, and whether one is below TRUSTED. */
+typedef struct { whole most; int small; } Range;
 INLINE Range range_of(int64_t width, const real *sums) {
-    wholes low = (wholes)load(sums), tall = low;
+    wholes tall = (wholes)load(sums), small = tall < bits_of(TRUSTED);
     for (int64_t k = 1; k < vectors_of(width); k++) {
         wholes bits = (wholes)load(sums + start_of(k, width));
-        low = __builtin_elementwise_min(low, bits), tall = __builtin_elementwise_max(tall, bits);
+        tall = __builtin_elementwise_max(tall, bits), small |= bits < bits_of(TRUSTED);
     }
-    return (Range){lowest(low), highest(tall)};
+    return (Range){highest(tall), any(small)};
 }
 
 /* Whether a row of sums has to be tested by is_lossy. `raised`: the message before has a raised emission. */
 INLINE int needs_check(int raised, Range sums) {
-    return raised || sums.least < bits_of(TRUSTED) || sums.most >= bits_of(INFINITE);
+    return raised || sums.small || sums.most >= bits_of(INFINITE);
 }
 
 /* Whether a row of c sums is lossy. The sums have been multiplied by the power of two `scale`; `most`: bits of the

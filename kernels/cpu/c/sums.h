@@ -50,11 +50,31 @@ static void sum_bands(const Matrix *m, const Factor *f) {
 
 typedef struct { real m, e; } Pair;
 
+#if BITS == 32
+typedef int64_t Halves __attribute__((vector_size(BYTES)));
+enum { HALF_LANES = LANES / 2 };
+/* A pair is one load: two halves of the lanes, whose even entries are mantissas. */
+INLINE Split gather_split(const Pair *from, const int32_t *index) {
+    Halves low, high;
+    UNROLL for (int l = 0; l < HALF_LANES; l++) {
+        __builtin_memcpy((char *)&low + 8 * l, from + index[l], 8);
+        __builtin_memcpy((char *)&high + 8 * l, from + index[l + HALF_LANES], 8);
+    }
+    Split a;
+    reals first = (reals)low, second = (reals)high;
+    UNROLL for (int l = 0; l < HALF_LANES; l++) {
+        a.m[l] = first[2 * l], a.e[l] = first[2 * l + 1];
+        a.m[l + HALF_LANES] = second[2 * l], a.e[l + HALF_LANES] = second[2 * l + 1];
+    }
+    return a;
+}
+#else
 INLINE Split gather_split(const Pair *from, const int32_t *index) {
     Split a;
     UNROLL for (int l = 0; l < LANES; l++) a.m[l] = from[index[l]].m, a.e[l] = from[index[l]].e;
     return a;
 }
+#endif
 INLINE reals gather_reals(const real *from, const int32_t *index) {
     reals a;
     UNROLL for (int l = 0; l < LANES; l++) a[l] = from[index[l]];

@@ -190,7 +190,9 @@ static void best_forward(Best *b) {
             sum_best(b, place, rows, step);
             for (int64_t r = 0; r < rows; r++) {
                 const real *x = row_of_x(w, place + r, step);
-                int bad = weigh_best(b->ranks, width, x, w->sums + r * width, best_message(b, place + r, step));
+                real *sums = w->sums + r * width, *message = best_message(b, place + r, step);
+                int bad = b->choices ? weigh_best(b->ranks, width, x, sums, message)
+                                     : weigh_best(1, width, x, sums, message);
                 a->lossy[sequence_of(w, place + r)] |= (uint8_t)(bad | b->unknown);
             }
         }
