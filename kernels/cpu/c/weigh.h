@@ -31,15 +31,6 @@ typedef struct {
     const int64_t *grad_at;
 } Weigh;
 
-/* A vector from entry j of c on; lanes beyond are `fill`, or are not stored. */
-INLINE reals vector_at(const real *row, int64_t j, int64_t c, real fill) {
-    return j + LANES <= c ? load(row + j) : load_some(row + j, 1, c - j, fill);
-}
-INLINE void put_vector(real *row, int64_t j, int64_t c, reals a) {
-    if (j + LANES <= c) store(row + j, a);
-    else store_some(row + j, a, c - j);
-}
-
 /* The sums of row q of `count`: in place where they are contiguous, otherwise a copy. */
 INLINE const real *sums_of(const Weigh *a, int64_t count, int64_t q, real *copy) {
     int64_t members = count / a->sets, set = q / members, part = a->states / a->blocks;
@@ -60,14 +51,15 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     const real *u = sums_of(a, a->count, q, s);
     reals high = splat(-INFINITE);
     naturals least = (naturals){0} - 1, most = {0}, peak = {0};
-    for (int64_t j = 0; j < c; j += LANES) high = larger(high, vector_at(x, j, c, -INFINITE));
+    for (int64_t j = 0; j < c; j += LANES) high = larger(high, read_some(x + j, 1, c - j, -INFINITE));
     top = largest(high), top = top == -INFINITE ? 0 : top;
     for (int64_t j = 0; j < c; j += LANES) {
-        reals sum = vector_at(u, j, c, 0), product = sum * exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL);
+        reals sum = read_some(u + j, 1, c - j, 0), potential = read_some(x + j, 1, c - j, -INFINITE);
+        reals product = sum * exponential(potential - top, NO_TAIL);
         naturals bits = (naturals)sum - 1; /* 0 wraps around */
         least = __builtin_elementwise_min(least, bits), most = __builtin_elementwise_max(most, (naturals)sum);
         peak = __builtin_elementwise_max(peak, (naturals)product);
-        put_vector(s, j, c, product);
+        write_some(s + j, product, c - j);
     }
     natural low = __builtin_reduce_min(least), tall = __builtin_reduce_max(most), heavy = __builtin_reduce_max(peak);
     natural limit = (natural)bits_of((real)a->limit), infinite = (natural)bits_of(INFINITE); /* negative: larger */
@@ -76,8 +68,8 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t power = TOP - exponent_of((whole)heavy), bound = TOP - exponent_of((whole)tall) + a->spread;
     factor = heavy == 0 ? 1 : scale_to_top(TOP - (power < bound ? power : bound));
     for (int64_t j = 0; j < c; j += LANES) {
-        reals scaled = vector_at(s, j, c, 0) * factor;
-        put_vector(s, j, c, where((scaled > 0) & (scaled < floor), splat(floor), scaled));
+        reals scaled = read_some(s + j, 1, c - j, 0) * factor;
+        write_some(s + j, where((scaled > 0) & (scaled < floor), splat(floor), scaled), c - j);
     }
     a->tops[place] = top, a->factors[place] = factor;
 }
@@ -94,17 +86,18 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
     for (int64_t begin = 0; begin < c; begin += CHUNK) {
         reals part = {0};
         for (int64_t j = begin; j < c && j < begin + CHUNK; j += LANES)
-            part += vector_at(s, j, c, 0) * vector_at(b, j, c, 0);
+            part += read_some(s + j, 1, c - j, 0) * read_some(b + j, 1, c - j, 0);
         sum += part;
     }
     double inverse = 1 / (double)total(sum);
     real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * a->factors[place] * a->scale);
     a->inverse[q] = inverse;
     for (int64_t j = 0; j < c; j += LANES) {
-        reals state = vector_at(s, j, c, 0), after = vector_at(b, j, c, 0), posterior = state * after;
-        if (grad) put_vector(grad, j, c, posterior * share * weight); /* weights may be large or small */
-        reals source = exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL) * after * scale;
-        put_vector(t, j, c, a->step ? where((state > 0) & (source > (real)a->least), source, (reals){0}) : posterior);
+        reals state = read_some(s + j, 1, c - j, 0), after = read_some(b + j, 1, c - j, 0), posterior = state * after;
+        if (grad) write_some(grad + j, posterior * share * weight, c - j); /* weights may be large or small */
+        reals source = exponential(read_some(x + j, 1, c - j, -INFINITE) - top, NO_TAIL) * after * scale;
+        if (a->step) posterior = where((state > 0) & (source > (real)a->least), source, (reals){0});
+        write_some(t + j, posterior, c - j);
     }
 }
 
