@@ -38,9 +38,9 @@ static void last_row(Back *b, int64_t place) {
 
 /* Whether raised emissions of a last step matter to what follows it: no later sum has tested them. */
 static int raised_matters(const Walk *w, int64_t place, int64_t step, const real *forward, const real *backward) {
-    const real *x = row_of_x(w, place, step);
+    const real *x = x_at(w->a, sequence_of(w, place), step);
     double all = 0, raised = 0;
-    real top = top_of(x, w->width);
+    real top = top_of(x, w->a->states);
     for (int64_t j = 0; j < w->a->states; j++) {
         double both = (double)forward[j] * (double)backward[j] * (double)power_of_two(-TOP);
         all += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
@@ -54,15 +54,12 @@ INLINE Range row_posterior(int64_t c, int64_t width, const real *forward, real *
                            Member *member) {
     Range range = range_of(width, backward);
     real factor = member->scale = scale_to_top(exponent_of(range.most)), down = power_of_two(-TOP);
-    int64_t last = width - LANES, shared = LANES - 1 - (width - 1) % LANES; /* lanes that the last two vectors share */
-    reals end = load(backward + last) * factor, sum = load(forward + last) * (end * down);
-    sum = where(lane_numbers() < (whole)shared, (reals){0}, sum);
-    for (int64_t j = 0; j < last; j += LANES) {
-        reals b = load(backward + j) * factor;
-        store(backward + j, b);
-        sum += load(forward + j) * (b * down);
+    reals sum = {0};
+    for (int64_t j = 0; j < width; j += LANES) {
+        reals b = read_some(backward + j, 1, width - j, 0) * factor;
+        write_some(backward + j, b, width - j);
+        sum += read_some(forward + j, 1, width - j, 0) * (b * down);
     }
-    store(backward + last, end);
     real all = total(sum), least_seen = all * power_of_two(1 - BIAS), inverse_sum = all > 0 ? 1 / all : 0;
     for (int64_t k = 0; k < vectors_of(c) && posterior; k++) {
         int64_t j = start_of(k, c);
@@ -123,8 +120,8 @@ static void write_grad_p0(Back *b, int64_t place) {
     real *source = b->source + place * w->width;
     if (a->lossy[q]) return;
     start_row(c, w->width, p0_at(a, q), a->p0.step, (int)a->logarithms, w->initial, &exponent, &shift);
-    const real *x = row_of_x(w, place, 0);
-    emit(w->width, x, top_of(x, w->width), b->backward + place * w->width, 1, source);
+    const real *x = x_at(a, q, 0);
+    emit(c, x, top_of(x, c), b->backward + place * w->width, 1, source);
     double down = (double)power_of_two(-TOP); /* not on `source`, whose least entries would underflow */
     Factors unscale = factors_of(logs(a) ? 0 : -exponent - TOP);
     for (int64_t j = 0; j < c; j++) sum += (double)w->initial[j] * down * (double)source[j];
@@ -166,10 +163,10 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
         int64_t rows = count - place < group ? count - place : group;
         real *backward = b->backward + place * width, *source = b->source + place * width;
         for (int64_t r = 0; r < rows; r++) {
-            const real *x = row_of_x(w, place + r, step);
+            const real *x = x_at(w->a, sequence_of(w, place + r), step);
             fetch_x(w, place + r, step - 1);
-            real top = top_of(x, width);
-            w->members[place + r].raised = emit(width, x, top, backward + r * width, 1, source + r * width);
+            real top = top_of(x, c);
+            w->members[place + r].raised = emit(c, x, top, backward + r * width, 1, source + r * width);
         }
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->transposed, width, backward, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->transposed, width, backward);

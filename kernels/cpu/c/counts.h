@@ -42,13 +42,12 @@ INLINE void scale_source(int64_t width, real *source, Member member, real weight
     real first = apart ? part : factor, second = apart ? inverse_sum : 1;
     real limit = apart ? 0 : power_of_two(-HALF - FADED) / factor,
          least = limit > power_of_two(1 - BIAS) ? limit : power_of_two(1 - BIAS);
-    reals most = splat(power_of_two(BIAS - 1)), end = load(source + width - LANES);
-    end = smaller(smaller(where(end < least, (reals){0}, end) * first, most) * second, most) * weight;
-    for (int64_t j = 0; j + LANES < width; j += LANES) {
-        reals t = load(source + j);
-        store(source + j, smaller(smaller(where(t < least, (reals){0}, t) * first, most) * second, most) * weight);
+    reals most = splat(power_of_two(BIAS - 1));
+    for (int64_t j = 0; j < width; j += LANES) {
+        reals t = read_some(source + j, 1, width - j, 0);
+        t = smaller(smaller(where(t < least, (reals){0}, t) * first, most) * second, most) * weight;
+        write_some(source + j, t, width - j);
     }
-    store(source + width - LANES, end);
 }
 
 /* A faded source times an entry above LARGE may be a likely transition. */

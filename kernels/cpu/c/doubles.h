@@ -35,16 +35,14 @@ INLINE void write_wide(real *to, doubles a, int64_t left) {
     else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
 }
 
-/* The same from and to doubles. */
+/* The same from and to doubles, one after the other. */
 INLINE doubles read_doubles(const double *from, int64_t left, double fill) {
     doubles a = splat_wide(fill);
-    if (left >= WIDE) return load_wide(from);
     UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = from[l];
     return a;
 }
 INLINE void write_doubles(double *to, doubles a, int64_t left) {
-    if (left >= WIDE) store_wide(to, a);
-    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = a[l];
+    UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = a[l];
 }
 
 /* The rounding errors of sums a + b; 0 where a sum is not finite. */

@@ -31,7 +31,7 @@ typedef struct {
     const int64_t *order;             /* member at each place of the set; null for the identity */
     real *states;                     /* (2, count, width): S of the last two steps, unless `in_place` */
     real *sums;                       /* (group, width): U of a group */
-    real *initial, *padded_x;         /* (width): U_0, and a copy of x */
+    real *initial;                    /* (width): U_0 */
     Matrix matrix;                    /* matrix into the current step */
     Member *members;                  /* (count) */
 } Walk;
@@ -60,14 +60,6 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
     if (!w->a->ends) return w->count;
     while (before > 0 && steps_of(w->a, sequence_of(w, before - 1)) <= step) before--;
     return before;
-}
-
-/* The row of x of a place, copied where it needs padding. */
-INLINE const real *row_of_x(const Walk *w, int64_t place, int64_t step) {
-    const real *x = x_at(w->a, sequence_of(w, place), step);
-    if (w->a->states >= LANES) return x;
-    read_row(w->a->states, w->width, x, 1, -INFINITE, w->padded_x);
-    return w->padded_x;
 }
 
 /* Starts reading a row of x into the cache, a step before its use. The rows of a step lie far apart where each sequence
@@ -115,7 +107,7 @@ static int settle(Walk *w, int64_t place, int64_t step, const real *sums) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place);
     Member *member = &w->members[place];
-    const real *x = row_of_x(w, place, step);
+    const real *x = x_at(a, q, step);
     real *state = state_at(w, place, step);
     Range range = range_of(w->width, sums);
     if (step > 0 && !a->lossy[q] && needs_check(member->raised, range)) {
@@ -123,9 +115,9 @@ static int settle(Walk *w, int64_t place, int64_t step, const real *sums) {
         a->lossy[q] = (uint8_t)is_lossy(a->states, sums, 1, range.most, &w->matrix);
     }
     int64_t exponent = exponent_of(range.most);
-    real top = top_of(x, w->width);
+    real top = top_of(x, a->states);
     fetch_x(w, place, step + 1);
-    member->raised = emit(w->width, x, top, sums, scale_to_top(exponent), state);
+    member->raised = emit(a->states, x, top, sums, scale_to_top(exponent), state);
     if (a->around.leaving && step + 1 == steps_of(a, q)) write_leaving(a, q, sums, x, top, exponent);
     if (step > 0 && w->matrix.shift != 0) add(&member->shift, w->matrix.shift);
     if (step > 0) member->exponent += w->matrix.exponent;
@@ -286,7 +278,7 @@ static Walk new_walk(const Chain *a, int64_t group, int64_t most, Room *room) {
     w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take_reals(room, w.width * w.width)};
     if (w.width > a->states && room->begin) clear(w.width * w.width, w.matrix.room);
     w.sums = take_reals(room, group * w.width);
-    w.initial = take_reals(room, w.width), w.padded_x = take_reals(room, w.width);
+    w.initial = take_reals(room, w.width);
     w.members = take(room, most * (int64_t)sizeof(Member));
     return w;
 }

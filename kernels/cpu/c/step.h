@@ -136,8 +136,8 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
 }
 
 /* The largest of a row, or 0 if all are -inf. */
-INLINE real top_of(const real *a, int64_t width) {
-    real top = largest_in(width, a, -INFINITE);
+INLINE real top_of(const real *a, int64_t count) {
+    real top = largest_in(count, a, -INFINITE);
     return top == -INFINITE ? 0 : top;
 }
 
@@ -147,12 +147,12 @@ INLINE real scale_to_top(int64_t k) {
     return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
 }
 
-/* T = U E factor of a row into another one, for potentials x less `top`; whether an emission was raised. */
-INLINE int emit(int64_t width, const real *x, real top, const real *sums, real factor, real *to) {
+/* T = U E factor of a row into another one, for c potentials x less `top`; whether an emission was raised. */
+INLINE int emit(int64_t c, const real *x, real top, const real *sums, real factor, real *to) {
     wholes raised = {0};
-    for (int64_t k = 0; k < vectors_of(width); k++) {
-        int64_t j = start_of(k, width);
-        reals a = load(x + j) - top;
+    for (int64_t k = 0; k < vectors_of(c); k++) {
+        int64_t j = start_of(k, c);
+        reals a = read_some(x + j, 1, c, -INFINITE) - top;
         store(to + j, load(sums + j) * factor * exponential(a, NO_TAIL));
         raised |= (a < LOG_DEEPEST) & (a > -INFINITE);
     }

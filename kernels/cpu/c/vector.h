@@ -95,31 +95,31 @@ INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a);
 INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTION); }
 
 typedef operand operands __attribute__((vector_size(LANES * sizeof(operand))));
+typedef operand masked __attribute__((ext_vector_type(LANES)));
+typedef _Bool mask __attribute__((ext_vector_type(LANES)));
 
-/* Copies `left` entries, fewer than LANES, in parts whose sizes a compiler knows. */
-INLINE void copy_some(operand *to, const operand *from, int64_t left) {
-    UNROLL for (int part = LANES / 2; part > 0; part /= 2)
-        if (left & part) {
-            __builtin_memcpy(to, from, (unsigned long)part * sizeof(operand));
-            to += part, from += part;
-        }
-}
+INLINE mask first_lanes(int64_t count) { return __builtin_convertvector(lane_numbers() < (whole)count, mask); }
 
-/* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. */
+/* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. Numbers of entries that
+   the compiler knows are copied: masked loads wait for stores, and masked stores let loads wait. */
 INLINE reals read_some(const operand *from, int64_t step, int64_t left, real fill) {
     operands whole, some = __builtin_convertvector(splat(fill), operands);
-    if (step == 1 && left >= LANES) {
-        __builtin_memcpy(&whole, from, sizeof whole); /* not in memory: loads would wait for stores */
-        return __builtin_convertvector(whole, reals);
+    if (step == 1 && left >= LANES) __builtin_memcpy(&whole, from, sizeof whole);
+    else if (step == 1 && __builtin_constant_p(left)) {
+        __builtin_memcpy(&some, from, (unsigned long)left * sizeof(operand));
+        whole = some;
+    } else if (step == 1) whole = (operands)__builtin_masked_load(first_lanes(left), from, (masked)some);
+    else {
+        for (int l = 0; l < LANES && l < left; l++) some[l] = from[l * step];
+        whole = some; /* apart from `some` in memory: loads would wait for stores */
     }
-    if (step == 1) copy_some((operand *)&some, from, left);
-    else for (int l = 0; l < LANES && l < left; l++) some[l] = from[l * step];
-    return __builtin_convertvector(some, reals);
+    return __builtin_convertvector(whole, reals);
 }
 INLINE void write_some(operand *to, reals a, int64_t left) {
-    operands whole = __builtin_convertvector(a, operands), some = whole;
-    if (left >= LANES) __builtin_memcpy(to, &whole, sizeof whole);
-    else copy_some(to, (const operand *)&some, left);
+    operands some = __builtin_convertvector(a, operands);
+    if (left >= LANES) __builtin_memcpy(to, &some, sizeof some);
+    else if (__builtin_constant_p(left)) __builtin_memcpy(to, &some, (unsigned long)left * sizeof(operand));
+    else __builtin_masked_store(first_lanes(left), (masked)some, to);
 }
 
 /* Number of vectors of a row, of which the last one overlaps the one before it, and the column of the k-th. */

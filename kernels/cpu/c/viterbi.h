@@ -21,7 +21,7 @@ typedef struct {
     int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
     int64_t pitch;           /* places from the message of a step to that of the next */
     int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
-    real *logs, *transposed; /* (c, width): log matrix; its transpose, or one column */
+    real *logs, *transposed; /* (width, width): log matrix, padded with -inf; its transpose, or one column */
     real *messages;          /* (v, pitch, width), or with choices (2, count, ranks, width) */
     whole *choices;          /* (v, count, ranks, width), or null */
     real *best;              /* (2, ranks, LANES): scratch for choices */
@@ -29,17 +29,11 @@ typedef struct {
 
 /* The logarithms of c weights, `step` apart, and -inf after them; whether one is NaN or +inf. */
 static int read_log_row(const Best *b, const real *from, int64_t step, real *to) {
-    const Walk *w = &b->walk;
-    int64_t c = w->a->states, width = w->width, are_logs = w->a->logarithms;
+    int64_t c = b->walk.a->states;
     wholes bad = {0};
-    if (step != 1 || c < LANES) {
-        read_row(c, width, from, step, are_logs ? -INFINITE : 0, w->padded_x);
-        from = w->padded_x;
-    }
-    for (int64_t k = 0; k < vectors_of(width); k++) {
-        int64_t j = start_of(k, width);
-        reals logs = load(from + j);
-        if (!are_logs) logs = logarithms(logs);
+    for (int64_t k = 0; k < vectors_of(c); k++) {
+        int64_t j = start_of(k, c);
+        reals logs = logs_of_weights((int)b->walk.a->logarithms, from + j * step, step, c - j);
         bad |= ~(logs < INFINITE), store(to + j, logs);
     }
     return any(bad);
@@ -54,10 +48,8 @@ static void read_logarithms(Best *b, int64_t step) {
     b->read = index, b->unknown = 0;
     for (int64_t k = 0; k < c; k++)
         b->unknown |= read_log_row(b, from + k * a->bulk.from, a->bulk.to, b->logs + k * width);
-    if (!a->one_matrix) return;
-    if (c >= LANES) transpose(c, b->logs, c, b->transposed, c);
-    else for (int64_t k = 0; k < c * width; k++)
-        b->transposed[k] = k % width < c ? b->logs[k % width * width + k / width] : -INFINITE;
+    for (int64_t k = c * width; k < width * width; k++) b->logs[k] = -INFINITE;
+    if (a->one_matrix) transpose(width, b->logs, width, b->transposed, width);
 }
 
 /* The logarithms of the transitions into a state (width). */
@@ -70,22 +62,23 @@ INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
 
 /* Messages of `ranks` rows from sums and x, less their largest entry, which is in the first row. Whether x holds NaN or
    +inf. */
-INLINE int weigh_best(int64_t ranks, int64_t width, const real *x, const real *sums, real *message) {
-    real top = top_of(x, width);
+INLINE int weigh_best(int64_t ranks, const Walk *w, const real *x, const real *sums, real *message) {
+    int64_t c = w->a->states, width = w->width;
+    real top = top_of(x, c);
     reals high = splat(-INFINITE);
     wholes bad = {0};
-    for (int64_t k = 0; k < vectors_of(width); k++) {
-        int64_t j = start_of(k, width);
-        reals potential = load(x + j);
+    for (int64_t k = 0; k < vectors_of(c); k++) {
+        int64_t j = start_of(k, c);
+        reals potential = read_some(x + j, 1, c, -INFINITE);
         bad |= ~(potential < INFINITE);
         high = larger(load(sums + j) + (potential - top), high);
     }
     real most = largest(high);
     most = most > -INFINITE ? most : 0;
     for (int64_t rank = 0; rank < ranks; rank++, sums += width, message += width)
-        for (int64_t k = 0; k < vectors_of(width); k++) {
-            int64_t j = start_of(k, width);
-            store(message + j, (load(sums + j) + (load(x + j) - top)) - most);
+        for (int64_t k = 0; k < vectors_of(c); k++) {
+            int64_t j = start_of(k, c);
+            store(message + j, (load(sums + j) + (read_some(x + j, 1, c, -INFINITE) - top)) - most);
         }
     return any(bad);
 }
@@ -112,13 +105,13 @@ static int start_best(Best *b, int64_t place, real *message) {
     const Walk *w = &b->walk;
     const Chain *a = w->a;
     int64_t width = w->width, stop = b->ranks * width;
-    real *row = w->padded_x;
+    real *row = w->initial;
     read_row(a->states, width, p0_at(a, sequence_of(w, place)), a->p0.step, a->logarithms ? -INFINITE : 0, row);
     real top = top_of(row, width), factor = factor_to_one(top);
     for (int64_t j = 0; j < width; j++) row[j] = a->logarithms ? row[j] - top : row[j] * factor;
     int bad = read_log_row(b, row, 1, w->sums);
     for (int64_t j = width; j < stop; j++) message[j] = -INFINITE;
-    return bad | weigh_best(1, width, row_of_x(w, place, 0), w->sums, message);
+    return bad | weigh_best(1, w, x_at(a, sequence_of(w, place), 0), w->sums, message);
 }
 
 INLINE int64_t *path_of(const Chain *a, int64_t q, int64_t rank) {
@@ -132,8 +125,9 @@ static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) 
     return possible ? steps : 0;
 }
 
-INLINE real *best_message(const Best *b, int64_t place, int64_t step) {
-    return b->messages + ((b->choices ? step & 1 : step) * b->pitch + place) * b->ranks * b->walk.width;
+/* Of ranked paths, the messages of two steps. */
+INLINE real *best_message(const Best *b, const int ranked, int64_t place, int64_t step) {
+    return b->messages + ((ranked ? step & 1 : step) * b->pitch + place) * (ranked ? b->ranks : 1) * b->walk.width;
 }
 INLINE whole *choices_at(const Best *b, int64_t place, int64_t step) {
     return b->choices + (step * b->walk.count + place) * b->ranks * b->walk.width;
@@ -166,43 +160,44 @@ static void rank_block(const Best *b, const real *before, int64_t j, real *sums,
     }
 }
 
-/* Sums of the messages of `rows` places into a step, of one place with choices. */
-static void sum_best(const Best *b, int64_t place, int64_t rows, int64_t step) {
-    const real *before = best_message(b, place, step - 1);
+/* Sums of the messages of `rows` places into a step, of one place where paths are ranked. */
+INLINE void sum_best(const Best *b, const int ranked, int64_t place, int64_t rows, int64_t step) {
+    const real *before = best_message(b, ranked, place, step - 1);
     int64_t c = b->walk.a->states, width = b->walk.width;
-    for (int64_t k = 0; k < vectors_of(width) && b->choices; k++)
+    for (int64_t k = 0; k < vectors_of(width) && ranked; k++)
         rank_block(b, before, start_of(k, width), b->walk.sums, choices_at(b, place, step));
-    if (b->choices) return;
+    if (ranked) return;
     if (rows == 1) row_tiles(1, UNSEEN, c, width, before, b->logs, width, b->walk.sums);
     else multiply_best((Product){rows, c, width, before, width, 1, b->logs, width, b->walk.sums, width});
 }
 
-static void best_forward(Best *b) {
+INLINE void forward_by(Best *b, const int ranked) {
     Walk *w = &b->walk;
     const Chain *a = w->a;
     int64_t width = w->width, count = active(w, w->count, 0);
     for (int64_t place = 0; place < count; place++)
-        a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, place, 0));
+        a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, ranked, place, 0));
     for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
         read_logarithms(b, step);
-        for (int64_t place = 0, group = b->choices ? 1 : GROUP; place < count; place += group) {
+        for (int64_t place = 0, group = ranked ? 1 : GROUP; place < count; place += group) {
             int64_t rows = count - place < group ? count - place : group;
-            sum_best(b, place, rows, step);
+            sum_best(b, ranked, place, rows, step);
             for (int64_t r = 0; r < rows; r++) {
-                const real *x = row_of_x(w, place + r, step);
-                real *sums = w->sums + r * width, *message = best_message(b, place + r, step);
-                int bad = b->choices ? weigh_best(b->ranks, width, x, sums, message)
-                                     : weigh_best(1, width, x, sums, message);
-                a->lossy[sequence_of(w, place + r)] |= (uint8_t)(bad | b->unknown);
+                int64_t q = sequence_of(w, place + r);
+                real *sums = w->sums + r * width, *message = best_message(b, ranked, place + r, step);
+                int bad = weigh_best(ranked ? b->ranks : 1, w, x_at(a, q, step), sums, message);
+                a->lossy[q] |= (uint8_t)(bad | b->unknown);
             }
         }
     }
     for (int64_t place = 0; place < w->count && a->around.leaving; place++) {
         int64_t q = sequence_of(w, place);
-        const real *last = best_message(b, place, steps_of(a, q) - 1);
+        const real *last = best_message(b, ranked, place, steps_of(a, q) - 1);
         for (int64_t j = 0; j < a->states; j++) a->around.leaving[q * a->states + j] = last[j];
     }
 }
+static void best_forward(Best *b) { forward_by(b, 0); }
+static void ranks_forward(Best *b) { forward_by(b, 1); }
 
 /* `given`: a path ends in the state that is its last entry, or in the best one if that is negative. */
 static void best_backward(Best *b, int given) {
@@ -211,12 +206,12 @@ static void best_backward(Best *b, int given) {
     if (a->one_matrix && a->steps > 1) read_logarithms(b, 1);
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0);
-        const real *message = best_message(b, place, last);
+        const real *message = best_message(b, 0, place, last);
         int64_t state = given && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
         int possible = !a->lossy[q] && message[state] > -INFINITE;
         for (int64_t step = end_path(a, q, possible, path) - 1; step >= 0; step--) {
             if (step < last)
-                state = lowest_best(w->width, best_message(b, place, step), column_of_logarithms(b, step + 1, state));
+                state = lowest_best(w->width, best_message(b, 0, place, step), column_of_logarithms(b, step + 1, state));
             path[step] = state;
         }
     }
@@ -240,7 +235,7 @@ static void ranks_backward(const Best *b, int64_t place) {
     const Chain *a = b->walk.a;
     int64_t q = sequence_of(&b->walk, place), last = steps_of(a, q) - 1;
     whole *chosen = (whole *)(b->best + b->ranks * LANES);
-    int64_t count = last_choices(b, best_message(b, place, last), b->best, chosen);
+    int64_t count = last_choices(b, best_message(b, 1, place, last), b->best, chosen);
     for (int64_t rank = 0; rank < b->ranks; rank++) {
         int64_t *path = path_of(a, q, rank), choice = chosen[rank];
         for (int64_t step = end_path(a, q, rank < count && !a->lossy[q], path) - 1; step >= 0; step--) {
@@ -252,11 +247,11 @@ static void ranks_backward(const Best *b, int64_t place) {
 
 /* `kept`: messages lie in `messages`, in the order of places. */
 static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)) {
-    int64_t c = a->states, width = width_of(a), most = most_places(a, ranked ? 1 : GROUP);
+    int64_t width = width_of(a), most = most_places(a, ranked ? 1 : GROUP);
     Room room = {.begin = a->room};
     Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->paths.ranks : 1, .read = -1};
-    b.logs = take_reals(&room, c * width), b.transposed = take_reals(&room, (a->one_matrix ? c : 1) * width);
-    b.walk.sums = take_reals(&room, (ranked ? b.ranks : GROUP) * width), b.walk.padded_x = take_reals(&room, width);
+    b.logs = take_reals(&room, width * width), b.transposed = take_reals(&room, (a->one_matrix ? width : 1) * width);
+    b.walk.sums = take_reals(&room, (ranked ? b.ranks : GROUP) * width), b.walk.initial = take_reals(&room, width);
     b.best = take_reals(&room, 2 * b.ranks * LANES);
     if (!kept) b.messages = take_reals(&room, (ranked ? 2 : a->steps) * most * b.ranks * width);
     if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * (int64_t)sizeof(whole));
@@ -272,7 +267,7 @@ static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)
 
 static void best_path(Best *b) { best_forward(b), best_backward(b, 0); }
 static void best_ranks(Best *b) {
-    best_forward(b);
+    ranks_forward(b);
     for (int64_t place = 0; place < b->walk.count; place++) ranks_backward(b, place);
 }
 static void given_path(Best *b) { best_backward(b, 1); }
