@@ -165,8 +165,8 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
         for (int64_t r = 0; r < rows; r++) {
             const real *x = x_at(w->a, sequence_of(w, place + r), step);
             fetch_x(w, place + r, step - 1);
-            real top = top_of(x, c);
-            w->members[place + r].raised = emit(c, x, top, backward + r * width, 1, source + r * width);
+            int raised = emit(c, x, top_of(x, c), backward + r * width, 1, source + r * width);
+            w->members[place + r].raised = raised;
         }
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->transposed, width, backward, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->transposed, width, backward);

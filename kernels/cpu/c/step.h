@@ -44,10 +44,8 @@ INLINE int64_t exponent_above(double a) {
 /* The largest of some entries and `high`, which a NaN is not. */
 INLINE real largest_in(int64_t count, const real *from, real high) {
     reals top = splat(high);
-    for (int64_t k = 0; k < vectors_of(count); k++) {
-        reals a = read_some(from + start_of(k, count), 1, count, high);
-        top = where(a > top, a, top);
-    }
+    if (count < LANES) return largest(larger(read_some(from, 1, count, high), top));
+    for (int64_t k = 0; k < vectors_of(count); k++) top = larger(load(from + start_of(k, count)), top);
     return largest(top);
 }
 
@@ -148,13 +146,17 @@ INLINE real scale_to_top(int64_t k) {
 }
 
 /* T = U E factor of a row into another one, for c potentials x less `top`; whether an emission was raised. */
+INLINE wholes emit_vector(reals x, real top, const real *sums, real factor, real *to) {
+    reals a = x - top;
+    store(to, load(sums) * factor * exponential(a, NO_TAIL));
+    return (a < LOG_DEEPEST) & (a > -INFINITE);
+}
 INLINE int emit(int64_t c, const real *x, real top, const real *sums, real factor, real *to) {
     wholes raised = {0};
+    if (c < LANES) return any(emit_vector(read_some(x, 1, c, -INFINITE), top, sums, factor, to));
     for (int64_t k = 0; k < vectors_of(c); k++) {
         int64_t j = start_of(k, c);
-        reals a = read_some(x + j, 1, c, -INFINITE) - top;
-        store(to + j, load(sums + j) * factor * exponential(a, NO_TAIL));
-        raised |= (a < LOG_DEEPEST) & (a > -INFINITE);
+        raised |= emit_vector(load(x + j), top, sums + j, factor, to + j);
     }
     return any(raised);
 }
@@ -184,8 +186,8 @@ static int is_lossy(int64_t c, const real *sums, real scale, whole most, Matrix 
     if (!(limit < INFINITE)) return 1;
     limit = limit * scale < INFINITE ? limit * scale : INFINITE;
     wholes small = {0}, zero = {0};
-    for (int64_t k = 0; k < vectors_of(c); k++) {
-        reals u = read_some(sums + start_of(k, c), 1, c, INFINITE);
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals u = read_some(sums + j, 1, c - j, INFINITE);
         wholes is_zero = u == 0;
         zero |= is_zero, small |= ~is_zero & ~(u >= limit);
     }

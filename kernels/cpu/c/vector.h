@@ -98,28 +98,31 @@ typedef operand operands __attribute__((vector_size(LANES * sizeof(operand))));
 typedef operand masked __attribute__((ext_vector_type(LANES)));
 typedef _Bool mask __attribute__((ext_vector_type(LANES)));
 
-INLINE mask first_lanes(int64_t count) { return __builtin_convertvector(lane_numbers() < (whole)count, mask); }
-
-/* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. Numbers of entries that
-   the compiler knows are copied: masked loads wait for stores, and masked stores let loads wait. */
+/* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. A masked load waits for
+   stores: entries whose number a compiler knows are copied. */
 INLINE reals read_some(const operand *from, int64_t step, int64_t left, real fill) {
-    operands whole, some = __builtin_convertvector(splat(fill), operands);
-    if (step == 1 && left >= LANES) __builtin_memcpy(&whole, from, sizeof whole);
+    operands next, some = __builtin_convertvector(splat(fill), operands);
+    mask first = __builtin_convertvector(lane_numbers() < (whole)left, mask);
+    if (step == 1 && left >= LANES) __builtin_memcpy(&next, from, sizeof next);
     else if (step == 1 && __builtin_constant_p(left)) {
         __builtin_memcpy(&some, from, (unsigned long)left * sizeof(operand));
-        whole = some;
-    } else if (step == 1) whole = (operands)__builtin_masked_load(first_lanes(left), from, (masked)some);
+        next = some;
+    } else if (step == 1) next = (operands)__builtin_masked_load(first, from, (masked)some);
     else {
         for (int l = 0; l < LANES && l < left; l++) some[l] = from[l * step];
-        whole = some; /* apart from `some` in memory: loads would wait for stores */
+        next = some; /* apart from `some` in memory: loads would wait for stores */
     }
-    return __builtin_convertvector(whole, reals);
+    return __builtin_convertvector(next, reals);
 }
+/* The first `left` lanes, in parts whose sizes a compiler knows: some processors take long for masked stores. */
 INLINE void write_some(operand *to, reals a, int64_t left) {
-    operands some = __builtin_convertvector(a, operands);
-    if (left >= LANES) __builtin_memcpy(to, &some, sizeof some);
-    else if (__builtin_constant_p(left)) __builtin_memcpy(to, &some, (unsigned long)left * sizeof(operand));
-    else __builtin_masked_store(first_lanes(left), (masked)some, to);
+    operands all = __builtin_convertvector(a, operands), some = all; /* the whole vector stays in its register */
+    if (left >= LANES) __builtin_memcpy(to, &all, sizeof all);
+    else UNROLL for (int part = LANES / 2, done = 0; part > 0; part /= 2)
+        if (left & part) {
+            __builtin_memcpy(to + done, (const operand *)&some + done, (unsigned long)part * sizeof(operand));
+            done += part;
+        }
 }
 
 /* Number of vectors of a row, of which the last one overlaps the one before it, and the column of the k-th. */

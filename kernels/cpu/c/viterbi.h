@@ -56,7 +56,9 @@ static void read_logarithms(Best *b, int64_t step) {
 INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
     const Chain *a = b->walk.a;
     if (a->one_matrix) return b->transposed + state * b->walk.width;
-    read_log_row(b, matrix_at(&a->bulk, b->walk.set, step) + state * a->bulk.to, a->bulk.from, b->transposed);
+    const real *from = matrix_at(&a->bulk, b->walk.set, step) + state * a->bulk.to;
+    read_row(a->states, a->states, from, a->bulk.from, 0, b->walk.initial);
+    read_log_row(b, b->walk.initial, 1, b->transposed);
     return b->transposed;
 }
 
