@@ -142,6 +142,17 @@ INLINE reals logs_of_weights(int are_logs, const operand *from, int64_t step, in
     return are_logs ? weight : logarithms(weight);
 }
 
+/* The same of a row of c, and -inf in the lanes after fewer than LANES; whether one is NaN or +inf. */
+INLINE int read_logarithms(int are_logs, int64_t c, const operand *from, int64_t step, real *to) {
+    wholes bad = {0};
+    for (int64_t k = 0; k < vectors_of(c); k++) {
+        int64_t j = start_of(k, c);
+        reals logs = logs_of_weights(are_logs, from + j * step, step, c - j);
+        bad |= ~(logs < INFINITE), store(to + j, logs);
+    }
+    return any(bad);
+}
+
 /* A compensated sum of doubles: the sum, and its rounding error. */
 typedef struct { double sum, error; } Sum;
 

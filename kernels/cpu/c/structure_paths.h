@@ -51,17 +51,6 @@ static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to
     }
 }
 
-/* log p0 as a row; whether some entry is no finite weight. */
-static int read_log_p0(const Exact *a, const Place *place, real *to) {
-    wholes bad = {0};
-    for (int64_t j = 0; j < a->states; j += LANES) {
-        const operand *from = at_step(a->p0, j) + place->p0;
-        reals logs = logs_of_weights((int)a->logarithms, from, a->p0.step, a->states - j);
-        bad |= ~(logs < INFINITE), store(to + j, logs);
-    }
-    return any(bad);
-}
-
 /* Adds potentials to a row, less their largest where there is a path and less `top`, the largest entry of the row
    before, which becomes that of this one. Returns whether a potential is NaN or +inf. */
 static int add_potentials(int64_t c, const operand *x, real *row, real *top) {
@@ -105,7 +94,9 @@ EXPORT int64_t EXPORTED(logchain_best)(const Exact *a) {
     for (int64_t j = 0; j < width + 2 * reach; j++) rows[0][j] = rows[1][j] = -INFINITE;
     for (const Place *place = a->places + a->first; place < a->places + a->last; place++) {
         real *row = rows[0] + reach, *next = rows[1] + reach, top = 0;
-        int unknown = read_log_p0(a, place, row) | add_potentials(a->states, x_row(a, place, 0), row, &top);
+        const operand *p0 = a->p0.data + place->p0;
+        int unknown = read_logarithms((int)a->logarithms, a->states, p0, a->p0.step, row);
+        unknown |= add_potentials(a->states, x_row(a, place, 0), row, &top);
         for (int64_t step = 1; step < place->steps; step++) {
             real *last = row;
             read_matrix(a, &m, place, step);

@@ -27,27 +27,15 @@ typedef struct {
     real *best;              /* (2, ranks, LANES): scratch for choices */
 } Best;
 
-/* The logarithms of c weights, `step` apart, and -inf after them; whether one is NaN or +inf. */
-static int read_log_row(const Best *b, const real *from, int64_t step, real *to) {
-    int64_t c = b->walk.a->states;
-    wholes bad = {0};
-    for (int64_t k = 0; k < vectors_of(c); k++) {
-        int64_t j = start_of(k, c);
-        reals logs = logs_of_weights((int)b->walk.a->logarithms, from + j * step, step, c - j);
-        bad |= ~(logs < INFINITE), store(to + j, logs);
-    }
-    return any(bad);
-}
-
 /* The logarithms of the matrix into a step, and their transpose where all steps have one matrix. */
-static void read_logarithms(Best *b, int64_t step) {
+static void read_log_matrix(Best *b, int64_t step) {
     const Chain *a = b->walk.a;
     int64_t c = a->states, width = b->walk.width, index = b->walk.set * a->steps + (a->one_matrix ? 0 : step - 1);
     const real *from = matrix_at(&a->bulk, b->walk.set, step);
     if (b->read == index) return;
     b->read = index, b->unknown = 0;
     for (int64_t k = 0; k < c; k++)
-        b->unknown |= read_log_row(b, from + k * a->bulk.from, a->bulk.to, b->logs + k * width);
+        b->unknown |= read_logarithms((int)a->logarithms, c, from + k * a->bulk.from, a->bulk.to, b->logs + k * width);
     for (int64_t k = c * width; k < width * width; k++) b->logs[k] = -INFINITE;
     if (a->one_matrix) transpose(width, b->logs, width, b->transposed, width);
 }
@@ -58,7 +46,7 @@ INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
     if (a->one_matrix) return b->transposed + state * b->walk.width;
     const real *from = matrix_at(&a->bulk, b->walk.set, step) + state * a->bulk.to;
     read_row(a->states, a->states, from, a->bulk.from, 0, b->walk.initial);
-    read_log_row(b, b->walk.initial, 1, b->transposed);
+    read_logarithms((int)a->logarithms, a->states, b->walk.initial, 1, b->transposed);
     return b->transposed;
 }
 
@@ -111,7 +99,7 @@ static int start_best(Best *b, int64_t place, real *message) {
     read_row(a->states, width, p0_at(a, sequence_of(w, place)), a->p0.step, a->logarithms ? -INFINITE : 0, row);
     real top = top_of(row, width), factor = factor_to_one(top);
     for (int64_t j = 0; j < width; j++) row[j] = a->logarithms ? row[j] - top : row[j] * factor;
-    int bad = read_log_row(b, row, 1, w->sums);
+    int bad = read_logarithms((int)a->logarithms, a->states, row, 1, w->sums);
     for (int64_t j = width; j < stop; j++) message[j] = -INFINITE;
     return bad | weigh_best(1, w, x_at(a, sequence_of(w, place), 0), w->sums, message);
 }
@@ -180,7 +168,7 @@ INLINE void forward_by(Best *b, const int ranked) {
     for (int64_t place = 0; place < count; place++)
         a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, ranked, place, 0));
     for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
-        read_logarithms(b, step);
+        read_log_matrix(b, step);
         for (int64_t place = 0, group = ranked ? 1 : GROUP; place < count; place += group) {
             int64_t rows = count - place < group ? count - place : group;
             sum_best(b, ranked, place, rows, step);
@@ -205,15 +193,15 @@ static void ranks_forward(Best *b) { forward_by(b, 1); }
 static void best_backward(Best *b, int given) {
     const Walk *w = &b->walk;
     const Chain *a = w->a;
-    if (a->one_matrix && a->steps > 1) read_logarithms(b, 1);
+    if (a->one_matrix && a->steps > 1) read_log_matrix(b, 1);
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0);
         const real *message = best_message(b, 0, place, last);
         int64_t state = given && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
         int possible = !a->lossy[q] && message[state] > -INFINITE;
         for (int64_t step = end_path(a, q, possible, path) - 1; step >= 0; step--) {
-            if (step < last)
-                state = lowest_best(w->width, best_message(b, 0, place, step), column_of_logarithms(b, step + 1, state));
+            message = best_message(b, 0, place, step);
+            if (step < last) state = lowest_best(w->width, message, column_of_logarithms(b, step + 1, state));
             path[step] = state;
         }
     }
