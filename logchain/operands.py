@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import kernels
 from .arguments import (
     Lengths,
     as_lengths,
@@ -18,7 +19,7 @@ from .arguments import (
 from .autograd.operator import operator
 from .autograd.scan import Steps
 from .internals import is_exported, is_transformed
-from .kernels import arithmetic_on, exact_kernels, on_gpu
+from .kernels import arithmetic_on, exact_kernels
 from .kernels.chain import Chain
 from .kernels.layout import Layout
 from .kernels.numbers import log_weights
@@ -187,7 +188,7 @@ def chain_of(
     ends, v = None, x.shape[-2]
     if lengths is not None:
         ends = layout.grouped(lengths)[..., None]
-        if not on_gpu(p0):
+        if not kernels.on_gpu(p0):
             check_lengths(lengths, v)
             v = v if whole else int(lengths.max())
     steps, matrices = layout.steps_first(x), layout.matrices(bulk)
@@ -222,7 +223,7 @@ def check_operands(
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
     check_flag("log_params", log_params)
     ends = None if lengths is None else as_lengths(lengths, x)
-    if ends is not None and not on_gpu(ends):
+    if ends is not None and not kernels.on_gpu(ends):
         check_lengths(ends, v)
     p0 = p0[(None,) * (len(batch) + 1 - p0.dim())]
     return Operands(x, transition.with_parameters(*parameters), p0, ends, log_params)
@@ -252,9 +253,9 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
 
 
 def _checked(values: Tensor, size: int, name: str) -> Tensor:
-    if not on_gpu(values) and name == "lengths":
+    if not kernels.on_gpu(values) and name == "lengths":
         check_lengths(values, size)
-    elif not on_gpu(values) and values.numel():
+    elif not kernels.on_gpu(values) and values.numel():
         low, high = (int(bound) for bound in torch.aminmax(values))
         if low < -1 or high >= size:
             raise ValueError(f"states: expected values from -1 to c - 1 = {size - 1}, got {low} to {high}")

@@ -121,8 +121,6 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
     call = _Call(replace(chain, dtype=torch.float64))
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
     into, out = (torch.empty(chain.x.shape, dtype=torch.float64, device="cpu") for _ in range(2))
-    for each in (into, out) if chain.ends is not None else ():
-        each.fill_(-math.inf)
     call.point(log_forward=into, log_norm=log_norm)
     inexact = call.run("exact_forward", call.spans())
     call.point(log_backward=out, log_norm=None)
@@ -135,7 +133,7 @@ def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
     They are in float64 if float32 is not enough. None: there are exponents beyond 2^53 that matter.
     """
     call, log_norm = _Call(chain), torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    states = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu")
+    states = torch.empty(chain.x.shape, dtype=chain.dtype, device="cpu")
     call.point(filtered=states, log_norm=log_norm)
     if call.run("exact_forward", call.spans()):
         return None if chain.dtype == torch.float64 else filtered(replace(chain, dtype=torch.float64))

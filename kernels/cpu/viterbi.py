@@ -41,9 +41,8 @@ class Messages:
         self._call = call = Call(chain, entered=entered)
         self.leaving = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu")
         self._lossy = torch.empty(g, m, dtype=torch.uint8, device="cpu")
-        self._kept = in_large_pages(
-            chain.new(chain.v + entered, g * m, max(chain.c, function("narrowest", chain.dtype)()))
-        )
+        width = max(chain.c, function("lanes", chain.dtype)())
+        self._kept = in_large_pages(chain.new(chain.v + entered, g * m, width))
         before = None if entering is None else entering.to(chain.dtype).contiguous()
         call.point(entering=before, leaving=self.leaving)
         call.point(messages=self._kept, lossy=self._lossy)

@@ -15,53 +15,32 @@ typedef struct {
     Walk w;
     Counts counts;
     real *backward, *source, *forward; /* (count, width): B, T, and copies of S unless w.in_place */
-    real *posterior;                   /* (width): scratch where c < LANES */
     real *transposed;                  /* (width, width): transpose of w.matrix */
-    real *inverse_sums, *scales;       /* (count): see RowSummary */
-    uint8_t *skipped;                  /* (count): the sequence has become lossy */
     int prepared;                      /* w.matrix holds a matrix */
 } Back;
-
-/* The largest of c logarithms; 0 if all are -inf. */
-static double largest_log(int64_t c, const double *from) {
-    double top = -__builtin_inf();
-    for (int64_t j = 0; j < c; j++) top = from[j] > top ? from[j] : top;
-    return top > -__builtin_inf() ? top : 0;
-}
-
-/* A row of logarithms as linear sums, the largest 2^(TOP - 1). Whether one may be lost by underflow. */
-static int linear_row(int64_t c, const double *from, real *row) {
-    double top = largest_log(c, from);
-    int lost = 0;
-    for (int64_t j = 0; j < c; j += LANES) {
-        reals high, tail;
-        UNROLL for (int l = 0; l < LANES; l++) {
-            double value = j + l < c ? from[j + l] - top : -__builtin_inf();
-            high[l] = (real)value, tail[l] = high[l] >= LOG_DEEPEST ? (real)(value - (double)high[l]) : 0;
-        }
-        reals value = exponential(high, tail) * power_of_two(TOP - 1);
-        lost |= any(~((value == 0) | (value >= TRUSTED)));
-        store_some(row + j, value, c - j);
-    }
-    return lost;
-}
 
 /* B at a sequence's last step. */
 static void last_row(Back *b, int64_t place) {
     const Chain *a = b->w.a;
-    int64_t q = sequence_of(&b->w, place), width = b->w.width;
+    int64_t q = sequence_of(&b->w, place), width = b->w.width, c = a->states;
     real *row = b->backward + place * width;
-    for (int64_t j = 0; j < width; j++) row[j] = j < a->states ? power_of_two(TOP - 1) : 0;
+    for (int64_t j = 0; j < width; j++) row[j] = j < c ? power_of_two(TOP - 1) : 0;
     if (!a->around.following) return;
-    if (linear_row(a->states, a->around.following + q * a->states, row)) a->lossy[q] = 2, b->skipped[place] = 1;
+    const double *following = a->around.following + q * c;
+    double top = largest_log(c, following);
+    for (int64_t j = 0; j < c; j += WIDE) {
+        doubles logs = read_doubles(following + j, c - j, -__builtin_inf()) - top;
+        doubles value = exponential_or_zero(logs) * (double)power_of_two(TOP - 1);
+        if (any_wide((logs != -__builtin_inf()) & ~(value >= (double)TRUSTED))) a->lossy[q] = 2;
+        write_wide(row + j, value, c - j);
+    }
 }
 
 /* Whether raised emissions of a last step matter to what follows it: no later sum has tested them. */
 static int raised_matters(const Walk *w, int64_t place, int64_t step, const real *forward, const real *backward) {
-    const real *x;
+    const real *x = x_at(w->a, sequence_of(w, place), step);
     double all = 0, raised = 0;
-    rows_of_x(w, place, 1, step, &x);
-    real top = top_of(x, w->width);
+    real top = top_of(x, w->a->states);
     for (int64_t j = 0; j < w->a->states; j++) {
         double both = (double)forward[j] * (double)backward[j] * (double)power_of_two(-TOP);
         all += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
@@ -69,53 +48,26 @@ static int raised_matters(const Walk *w, int64_t place, int64_t step, const real
     return !(raised <= all * (double)power_of_two(-GUARD));
 }
 
-/* T of a row; whether an emission was raised. */
-INLINE int emit(int64_t width, const real *x, const real *backward, real *source) {
-    real top = top_of(x, width);
-    reals a = load(x + width - LANES) - top, end = load(backward + width - LANES) * exponential(a, NO_TAIL);
-    wholes raised = (a < LOG_DEEPEST) & (a > -INFINITE);
-    for (int64_t j = 0; j + LANES < width; j += LANES) {
-        reals d = load(x + j) - top;
-        store(source + j, load(backward + j) * exponential(d, NO_TAIL));
-        raised |= (d < LOG_DEEPEST) & (d > -INFINITE);
-    }
-    store(source + width - LANES, end);
-    return any(raised);
-}
-
-typedef struct { real inverse_sum, scale; whole least, most; } RowSummary;
-
 /* Scales B by `scale`, to a largest entry near 2^TOP, and writes the posterior w S B / sum S B, with 0 for denormal
-   values. `inverse_sum` is 2^TOP / sum S B; `least` and `most` are bits of B before scaling. */
-INLINE RowSummary row_posterior(int64_t width, const real *forward, real *backward, real weight, real *posterior,
-                                reals fresh) {
-    reals end = load(backward + width - LANES);
-    wholes low = (wholes)end, tall = (wholes)end;
-    for (int64_t j = 0; j + LANES < width; j += LANES) {
-        wholes bits = (wholes)load(backward + j);
-        low = smaller_whole(low, bits), tall = larger_whole(tall, bits);
+   values. `inverse_sum` is 2^TOP / sum S B. Returns the range of B before scaling. */
+INLINE Range row_posterior(int64_t c, int64_t width, const real *forward, real *backward, real weight, real *posterior,
+                           Member *member) {
+    Range range = range_of(width, backward);
+    real factor = member->scale = scale_to_top(exponent_of(range.most)), down = power_of_two(-TOP);
+    reals sum = {0};
+    for (int64_t j = 0; j < width; j += LANES) {
+        reals b = read_some(backward + j, 1, width - j, 0) * factor;
+        write_some(backward + j, b, width - j);
+        sum += read_some(forward + j, 1, width - j, 0) * (b * down);
     }
-    RowSummary summary = {.least = lowest(low), .most = highest(tall)};
-    real factor = summary.scale = scale_to_top(exponent_of(summary.most)), down = power_of_two(-TOP);
-    end *= factor;
-    reals both = load(forward + width - LANES) * (end * down), sum = both * fresh;
-    for (int64_t j = 0; j + LANES < width; j += LANES) {
-        reals b = load(backward + j) * factor;
-        store(backward + j, b);
-        sum += load(forward + j) * (b * down);
+    real all = total(sum), least_seen = all * power_of_two(1 - BIAS), inverse_sum = all > 0 ? 1 / all : 0;
+    for (int64_t k = 0; k < vectors_of(c) && posterior; k++) {
+        int64_t j = start_of(k, c);
+        reals both = load(forward + j) * (load(backward + j) * down);
+        write_some(posterior + j, where(both < least_seen, (reals){0}, both * inverse_sum * weight), c);
     }
-    store(backward + width - LANES, end);
-    real whole_sum = total(sum);
-    summary.inverse_sum = whole_sum > 0 ? 1 / whole_sum : 0;
-    if (posterior) {
-        real least_seen = whole_sum * power_of_two(1 - BIAS), inverse_sum = summary.inverse_sum;
-        for (int64_t j = 0; j + LANES < width; j += LANES) {
-            reals g = load(forward + j) * (load(backward + j) * down);
-            store(posterior + j, where(g < least_seen, (reals){0}, g * inverse_sum * weight));
-        }
-        store(posterior + width - LANES, where(both < least_seen, (reals){0}, both * inverse_sum * weight));
-    }
-    return summary;
+    member->inverse_sum = inverse_sum;
+    return range;
 }
 
 /* S of the first `count` places, as contiguous rows. */
@@ -124,39 +76,36 @@ static const real *forward_rows(const Back *b, int64_t count, int64_t step) {
     const Chain *a = w->a;
     if (w->in_place) return message_at(a, sequence_of(w, 0), step);
     for (int64_t place = 0; place < count; place++)
-        widen(a->states, w->width, message_at(a, sequence_of(w, place), step), 1, 0, b->forward + place * w->width);
+        read_row(a->states, w->width, message_at(a, sequence_of(w, place), step), 1, 0, b->forward + place * w->width);
     return b->forward;
 }
 
 /* Posteriors of the places from `from` to before `count`. `tests`: B are products that need the underflow test. */
-static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t step, const real *forward, int tests,
-                                 real safe_entry) {
+static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t step, const real *forward, int tests) {
     Walk *w = &b->w;
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width;
-    reals fresh = fresh_lanes(width);
     for (int64_t place = from; place < count; place++) {
         int64_t q = sequence_of(w, place);
-        real *gradient = gradient_at(a, q, step), *row = b->backward + place * width;
-        if (!b->skipped[place]) {
-            real *to = gradient && c < LANES ? b->posterior : gradient;
-            RowSummary summary = row_posterior(width, forward + place * width, row, (real)a->weight[q], to, fresh);
+        real *gradient = output_at(a, a->out.grad_x, q, step), *row = b->backward + place * width;
+        if (!a->lossy[q]) {
+            const real *state = forward + place * width;
+            Member *member = &w->members[place];
+            Range range = row_posterior(c, width, state, row, (real)a->weight[q], gradient, member);
             if (count > 1 && step > 1) { /* as fetch_x */
                 fetch_row(c, message_at(a, q, step - 1));
-                if (gradient) fetch_row(c, gradient_at(a, q, step - 1));
+                if (gradient) fetch_row(c, output_at(a, a->out.grad_x, q, step - 1));
             }
-            if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
-            b->inverse_sums[place] = summary.inverse_sum, b->scales[place] = summary.scale;
-            int lost = !(summary.inverse_sum > 0 && summary.inverse_sum < power_of_two(TOP));
-            if (!tests && a->around.following) lost |= raised_matters(w, place, step, forward + place * width, row);
-            int tiny = has_counts(a) ? summary.most < bits_of(power_of_two(TOP - 24)) : 0;
-            if (tests && (lost || tiny || needs_check(w->raised[place], summary.least, summary.most))) {
+            int lost = !(member->inverse_sum > 0 && member->inverse_sum < power_of_two(TOP));
+            if (!tests && a->around.following) lost |= raised_matters(w, place, step, state, row);
+            int tiny = has_counts(a) ? range.most < bits_of(power_of_two(TOP - 24)) : 0;
+            if (tests && (lost || tiny || needs_check(member->raised, range))) {
                 find_high(&w->matrix);
-                lost |= is_lossy(c, row, summary.scale, summary.most, &w->matrix, safe_entry);
+                lost |= is_lossy(c, row, member->scale, range.most, &w->matrix);
                 if ((lost || tiny) && needs_rescaling(&w->matrix)) b->counts.unsafe_matrix = 1;
             }
             if (!lost) continue;
-            a->lossy[q] = 2, a->uncounted[q] = step + 1, b->skipped[place] = 1;
+            a->lossy[q] = 2, a->uncounted[q] = step + 1;
         }
         clear(width, row);
     }
@@ -168,12 +117,11 @@ static void write_grad_p0(Back *b, int64_t place) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place), c = a->states, exponent;
     double *out = a->grad_p0 + q * c, sum = 0, shift;
-    const real *x;
     real *source = b->source + place * w->width;
-    if (b->skipped[place]) return;
+    if (a->lossy[q]) return;
     start_row(c, w->width, p0_at(a, q), a->p0.step, (int)a->logarithms, w->initial, &exponent, &shift);
-    rows_of_x(w, place, 1, 0, &x);
-    emit(w->width, x, b->backward + place * w->width, source);
+    const real *x = x_at(a, q, 0);
+    emit(c, x, top_of(x, c), b->backward + place * w->width, 1, source);
     double down = (double)power_of_two(-TOP); /* not on `source`, whose least entries would underflow */
     Factors unscale = factors_of(logs(a) ? 0 : -exponent - TOP);
     for (int64_t j = 0; j < c; j++) sum += (double)w->initial[j] * down * (double)source[j];
@@ -187,13 +135,13 @@ static void write_grad_p0(Back *b, int64_t place) {
 /* log B at the step that entered. */
 static void write_leaving_backward(const Back *b, int64_t place) {
     const Chain *a = b->w.a;
+    int64_t q = sequence_of(&b->w, place);
     const real *row = b->backward + place * b->w.width;
-    double *out = a->around.leaving + sequence_of(&b->w, place) * a->states;
-    for (int64_t j = 0; j < a->states && !b->skipped[place]; j++)
-        out[j] = logarithm((double)row[j] * (double)power_of_two(-TOP));
+    for (int64_t j = 0; j < a->states && !a->lossy[q]; j++)
+        a->around.leaving[q * a->states + j] = logarithm((double)row[j] * (double)power_of_two(-TOP));
 }
 
-/* The matrix into a step, and its transpose unless row_times_transposed is going to use the matrix itself. */
+/* The matrix into a step, and its transpose unless row_times_rows is going to use the matrix itself. */
 static void prepare_backward(Back *b, int64_t count, int64_t step) {
     Walk *w = &b->w;
     const Chain *a = w->a;
@@ -203,9 +151,7 @@ static void prepare_backward(Back *b, int64_t count, int64_t step) {
     b->prepared = 1;
     if (b->counts.unsafe_matrix || a->one_matrix) rescale(&w->matrix);
     if (count == 1 && !a->one_matrix) return;
-    if (w->matrix.c >= LANES) transpose(width, w->matrix.entries, w->matrix.row, b->transposed, width);
-    else for (int64_t k = 0; k < width; k++)
-        for (int64_t j = 0; j < width; j++) b->transposed[j * width + k] = w->matrix.entries[k * w->matrix.row + j];
+    transpose(width, w->matrix.entries, w->matrix.row, b->transposed, width);
 }
 
 /* T, then B at the step before, of the first `count` places. */
@@ -215,18 +161,18 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
     int64_t c = w->a->states, width = w->width;
     for (int64_t place = 0, group = group_of(w->a); place < count; place += group) {
         int64_t rows = count - place < group ? count - place : group;
-        const real *x[4 * GROUP];
         real *backward = b->backward + place * width, *source = b->source + place * width;
-        rows_of_x(w, place, rows, step, x);
         for (int64_t r = 0; r < rows; r++) {
+            const real *x = x_at(w->a, sequence_of(w, place + r), step);
             fetch_x(w, place + r, step - 1);
-            w->raised[place + r] = (uint8_t)emit(width, x[r], backward + r * width, source + r * width);
+            int raised = emit(c, x, top_of(x, c), backward + r * width, 1, source + r * width);
+            w->members[place + r].raised = raised;
         }
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->transposed, width, backward, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->transposed, width, backward);
-        else if (w->raised[place] && !m->has_high)
-            note_high(m, row_times_transposed_largest(width, source, m->entries, m->row, backward));
-        else row_times_transposed(width, source, m->entries, m->row, backward);
+        else if (w->members[place].raised && !m->has_high)
+            note_high(m, row_times_rows(LARGEST, width, source, m->entries, m->row, backward));
+        else row_times_rows(UNSEEN, width, source, m->entries, m->row, backward);
     }
 }
 
@@ -243,23 +189,21 @@ static int64_t few_backward(Back *b, int64_t step) {
     if (a->means.data && a->one_matrix && !t->has_terms) find_terms(t, w, step);
     l.by_log = logs(a), l.ordinary = t->ordinary;
     l.first_step = a->around.entering != 0; /* the message that entered has no gradient */
-    l.gradient = gradient_at(a, q, l.first_step), l.gradient_step = a->out.step;
-    if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
-    l.outer = a->grad_bulk.data ? counts_at(w, 1) : 0, l.outer_step = a->grad_bulk.step;
-    l.held_forward = a->counts || a->means.data ? t->held_forward : 0, l.held_source = t->held_source;
-    l.held_step = w->width, l.most_held = t->most_held;
+    l.gradient = output_of(a, a->out.grad_x, q);
+    if (a->grad_bulk.data) l.outer = (Steps){matrix_at(&a->grad_bulk, w->set, 0), a->grad_bulk.step};
+    if (a->counts || a->means.data) l.held_forward = (Steps){t->held_forward, w->width};
+    l.held_source = (Steps){t->held_source, w->width}, l.most_held = t->most_held;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
     l.unshare = UNSHARE * (real)t->weight;
-    narrow(a->states, b->backward, l.state);
+    write_row(a->states, b->backward, 1, l.state);
     for (int full = 1; full && step > l.first_step;) {
         l.held = t->held;
         step = steps_backward(&l, step);
         t->unsafe_matrix |= l.high > LARGE;
-        t->held = l.held, full = l.held_forward && l.held == t->most_held;
-        if (a->means.data && !a->one_matrix) add_held_means(t, w, step);
-        else if (full) add_held_rows(t, w);
+        t->held = l.held, full = l.held_forward.data && l.held == t->most_held;
+        if (full || (a->means.data && !a->one_matrix)) add_held_rows(t, w, step);
     }
-    narrow(a->states, l.state, b->backward);
+    write_row(a->states, l.state, 1, b->backward);
     return step;
 }
 
@@ -267,36 +211,37 @@ static int64_t few_backward(Back *b, int64_t step) {
 static void begin_backward(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    double most = 0, least = __builtin_inf();
+    double least = __builtin_inf(), most = 0;
     int64_t exponent;
     b->prepared = b->counts.flushed = 0, b->counts.added = b->counts.held = 0, b->counts.mode = mode_now();
     b->counts.has_terms = 0;
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
-        double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
-        a->lossy[q] = b->skipped[place] = w->raised[place] = 0;
+        a->lossy[q] = 0, w->members[place].raised = 0;
         if (a->means.data) a->means.data[q] = 0;
-        most = weight > most ? weight : most, least = weight > 0 && weight < least ? weight : least;
+        double size = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+        least = size > 0 && size < least ? size : least, most = size > most ? size : most;
     }
     b->counts.ordinary = are_ordinary(least, most);
     b->counts.weight = most > 0 && most < __builtin_inf() ? most / mantissa(most, &exponent) : 1;
 }
 
 /* One step back of the first `count` places: B, posteriors and transitions. */
-static void step_backward(Back *b, int64_t count, int64_t step, int counted, real safe_entry) {
+static void step_backward(Back *b, int64_t count, int64_t step, int counted) {
     Walk *w = &b->w;
     const Chain *a = w->a;
     int64_t width = w->width;
     prepare_backward(b, count, step);
     multiply_backward(b, count, step);
     const real *forward = forward_rows(b, count, step - 1);
-    posteriors_of_places(b, 0, count, step - 1, forward, 1, safe_entry);
+    posteriors_of_places(b, 0, count, step - 1, forward, 1);
     if (!counted) return;
     Mode before = flush_to_zero(b->counts.ordinary);
     for (int64_t place = 0; place < count; place++) {
-        real *source = b->source + place * width, weight = (real)(a->weight[sequence_of(w, place)] / b->counts.weight);
-        if (b->skipped[place]) clear(width, source);
-        else scale_source(width, source, b->inverse_sums[place], b->scales[place], weight);
+        int64_t q = sequence_of(w, place);
+        real *source = b->source + place * width;
+        if (a->lossy[q]) clear(width, source);
+        else scale_source(width, source, w->members[place], (real)(a->weight[q] / b->counts.weight));
     }
     count_step(&b->counts, w, count, forward, b->source, step);
     set_mode(before);
@@ -306,7 +251,6 @@ static void walk_backward(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
     int counted = has_counts(a) && a->steps > 1;
-    real safe_entry = least_safe_entry();
     begin_backward(b);
     /* rows after the ends of packed sequences belong to other sequences */
     int64_t steps = !a->packed ? a->steps : w->count > 0 ? steps_of(a, sequence_of(w, 0)) : 0;
@@ -314,11 +258,12 @@ static void walk_backward(Back *b) {
         int64_t before = count;
         while (count < w->count && steps_of(a, sequence_of(w, count)) > step) last_row(b, count++);
         for (int64_t place = count; place < w->count && a->out.grad_x && !a->packed; place++)
-            clear(a->states, gradient_at(a, sequence_of(w, place), step));
-        if (count > before) posteriors_of_places(b, before, count, step, forward_rows(b, count, step), 0, safe_entry);
-        if (w->few && count > 0 && step > 0 && !b->skipped[0] && !b->counts.unsafe_matrix) step = few_backward(b, step);
+            clear(a->states, output_at(a, a->out.grad_x, sequence_of(w, place), step));
+        if (count > before) posteriors_of_places(b, before, count, step, forward_rows(b, count, step), 0);
+        if (is_few(w) && count > 0 && step > 0 && !a->lossy[sequence_of(w, 0)] && !b->counts.unsafe_matrix)
+            step = few_backward(b, step);
         if (step == 0) break;
-        if (count > 0) step_backward(b, count, step, counted, safe_entry);
+        if (count > 0) step_backward(b, count, step, counted);
         else if (a->grad_bulk.data && counted) count_step(&b->counts, w, 0, b->forward, b->source, step);
     }
     for (int64_t place = 0; place < w->count && leaving_backward(a); place++) write_leaving_backward(b, place);
@@ -331,13 +276,14 @@ static void walk_until_safe(Back *b) {
     int checked;
     do checked = b->counts.unsafe_matrix, walk_backward(b);
     while (b->counts.unsafe_matrix != checked);
+    if (b->counts.held) add_held_rows(&b->counts, &b->w, 0);
     if (adds_counts(&b->w) && b->prepared) add_counts(&b->counts, &b->w);
 }
 
 static void clear_gradients(const Chain *a, int64_t q) {
     int64_t steps = a->packed ? steps_of(a, q) : a->steps;
     for (int64_t step = a->around.entering != 0; step < steps && a->out.grad_x; step++)
-        clear(a->states, gradient_at(a, q, step));
+        clear(a->states, output_at(a, a->out.grad_x, q, step));
     for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
     for (int64_t j = 0; j < a->states && leaving_backward(a); j++) leaving_backward(a)[q * a->states + j] = 0;
 }
@@ -359,26 +305,19 @@ static int64_t choose_members(const Walk *w, int64_t left, int64_t *chosen) {
 /* The backward pass of a thread's places; returns how many are lossy, in either direction. */
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     Room room = {.begin = a->room};
-    int64_t most = most_in_pass(a, group_of(a)), bytes = sizeof(real);
-    Back b = {.w = new_walk(a, group_of(a), most, &room)};
+    int64_t most = most_in_pass(a, group_of(a)), width = width_of(a), across = padded(width), held = group_of(a);
+    Back b = {.w = new_walk(a, held, most, &room)};
     Walk *w = &b.w;
-    b.backward = take(&room, most * w->width * bytes);
-    b.source = take(&room, (most * w->width + LANES) * bytes);
-    b.forward = take(&room, most * w->width * bytes);
-    b.posterior = take(&room, w->width * bytes);
-    b.transposed = take(&room, w->width * w->width * bytes);
-    b.inverse_sums = take(&room, most * bytes), b.scales = take(&room, most * bytes);
-    b.skipped = take(&room, most);
-    b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
-    b.counts.total = take(&room, w->width * padded(w->width) * 8);
-    b.counts.terms = take(&room, a->means.data ? w->width * w->width * bytes : 0);
-    b.counts.most_held = group_of(a);
-    b.counts.held_forward = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
-    b.counts.held_source = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
+    b.backward = take_reals(&room, most * width), b.source = take_reals(&room, most * width + LANES);
+    b.forward = take_reals(&room, most * width), b.transposed = take_reals(&room, width * width);
+    b.counts.partial = take_reals(&room, width * across), b.counts.total = take(&room, width * across * 8);
+    b.counts.terms = take_reals(&room, a->means.data ? width * width : 0);
+    b.counts.most_held = held, b.counts.held_forward = take_reals(&room, held * width + LANES);
+    b.counts.held_source = take_reals(&room, held * width + LANES);
     int64_t *chosen = take(&room, a->members * 8);
     if (!a->room) return room.bytes;
     /* few_loops.h writes c entries of each row */
-    if (has_counts(a) && w->width > a->states) clear(b.counts.most_held * w->width, b.counts.held_source);
+    if (has_counts(a) && width > a->states) clear(held * width, b.counts.held_source);
     for (int64_t q = a->first, left; q < a->last; q += left) {
         left = enter_set(w, q, most);
         int64_t count = choose_members(w, left, chosen), last = w->begin + left;
@@ -386,7 +325,6 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
         w->in_place = !w->order && !a->ends && w->width == a->states;
         do { /* even for count 0: gradients of matrices become 0 */
             w->count = last - w->begin < most ? last - w->begin : most;
-            w->few = w->count == 1 && a->states <= FEW;
             walk_until_safe(&b);
         } while ((w->begin += most) < last);
     }

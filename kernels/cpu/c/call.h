@@ -1,7 +1,7 @@
-/* log Z of any chain, and gradients and posteriors of short ones, in one call each. Lossy sequences are recomputed
-   exactly, and results are rounded to `real`. */
+/* log Z of any chain; gradients and posteriors of short ones; stretches, log messages and means: one call each. Lossy
+   sequences are recomputed exactly, and results are rounded to `real`. */
 #pragma once
-#include "messages.h"
+#include "backward.h"
 
 INLINE int64_t sequences_of(const Chain *a) { return a->sets * a->members; }
 
@@ -16,11 +16,10 @@ static Chain with_scratch(const Chain *a, Room *room) {
     return chain;
 }
 
-INLINE real least_of(int64_t c, const real *from, int64_t step) {
-    real least = 0;
-    if (step == 1) for (int64_t j = 0; j < c; j++) least = from[j] < least ? from[j] : least;
-    else for (int64_t j = 0; j < c; j++) least = from[j * step] < least ? from[j * step] : least;
-    return least;
+INLINE int is_negative(int64_t c, const real *from, int64_t step) {
+    wholes below = {0};
+    for (int64_t j = 0; j < c; j += LANES) below |= read_some(from + j * step, step, c - j, 0) < 0;
+    return any(below);
 }
 /* Whether p0, or a matrix that serves all steps, has an entry below 0. */
 EXPORT int64_t EXPORTED(logchain_has_negative)(const Chain *a) {
@@ -29,21 +28,26 @@ EXPORT int64_t EXPORTED(logchain_has_negative)(const Chain *a) {
     if (to != 1) from = a->bulk.to, to = a->bulk.from;
     for (int64_t set = 0; set < a->sets && a->one_matrix && a->steps > 1; set++)
         for (int64_t k = 0; k < c; k++)
-            if (least_of(c, matrix_at(&a->bulk, set, 1) + k * from, to) < 0) return 1;
+            if (is_negative(c, matrix_at(&a->bulk, set, 1) + k * from, to)) return 1;
     for (int64_t q = 0; q < sequences_of(a); q++)
-        if ((q == 0 || p0_at(a, q) != p0_at(a, q - 1)) && least_of(c, p0_at(a, q), a->p0.step) < 0) return 1;
+        if ((q == 0 || p0_at(a, q) != p0_at(a, q - 1)) && is_negative(c, p0_at(a, q), a->p0.step)) return 1;
     return 0;
 }
 
-/* log Z into log_norm, and rounded into `value`; how many sequences were recomputed exactly. */
-static int64_t find_value(const Chain *a) {
-    int64_t lossy = EXPORTED(logchain_forward)(a);
-    if (!a->room) return larger_of(lossy, EXPORTED(logchain_redo_forward)(a));
-    if (lossy) EXPORTED(logchain_redo_forward)(a);
+/* log Z rounded into `value`. */
+static void write_values(const Chain *a) {
     for (int64_t place = a->first; place < a->last && a->value; place++) {
         int64_t q = sequence_in(a, place);
         a->value[q] = (real)a->log_norm[q];
     }
+}
+
+/* log Z into log_norm and `value`; how many sequences were recomputed exactly. */
+static int64_t find_value(const Chain *a) {
+    int64_t lossy = EXPORTED(logchain_forward)(a);
+    if (!a->room) return larger_of(lossy, EXPORTED(logchain_redo_forward)(a));
+    if (lossy) EXPORTED(logchain_redo_forward)(a);
+    write_values(a);
     return lossy;
 }
 
@@ -98,6 +102,136 @@ EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     int64_t lossy = find_value(&chain);
     int64_t gradients = EXPORTED(logchain_gradients)(&chain);
     return a->room ? lossy : room.bytes + larger_of(lossy, gradients);
+}
+
+/* Last forward messages of a stretch, with sum 1, from their logarithms: an emission may have been raised. */
+static void share_last(const Chain *a) {
+    for (int64_t place = a->first; place < a->last; place++) {
+        int64_t q = sequence_in(a, place);
+        real *out = output_at(a, a->out.filtered, q, steps_of(a, q) - 1);
+        const double *leaving = a->around.leaving + q * a->states;
+        for (int64_t j = 0; j < a->states && out; j += WIDE) {
+            doubles logs = read_doubles(leaving + j, a->states - j, 0);
+            write_wide(out + j, exponential_or_zero(logs), a->states - j);
+        }
+    }
+}
+
+/* `value` of a stretch of a longer chain: the message that leaves one enters the next, as `entering_double`. */
+EXPORT int64_t EXPORTED(logchain_stretch)(const Chain *a) {
+    Room room = {.begin = a->room};
+    Chain chain = with_scratch(a, &room);
+    int64_t entries = sequences_of(a) * a->states;
+    real *entering = take(&room, entries * (int64_t)sizeof(real));
+    chain.around.entering = entering, chain.room = rest_of(&room);
+    if (!a->room) return room.bytes + find_value(&chain);
+    for (int64_t place = a->first, c = a->states; place < a->last; place++)
+        for (int64_t q = sequence_in(a, place), j = q * c; j < (q + 1) * c; j++)
+            entering[j] = (real)a->around.entering_double[j];
+    int64_t lossy = find_value(&chain);
+    share_last(&chain);
+    return lossy;
+}
+
+/* Forward and backward log messages, each entry exact however far it lies below the others:
+
+       log_forward_i = log a_i + scales      a_i = (a_{i-1} P_i) exp(x_i - max x_i)
+       log_backward_{i-1} = log b_{i-1} + scales      b_{i-1} = P_i (exp(x_i - max x_i) b_i)
+
+   by the loops of forward.h, and by exact scans for lossy sequences, and for all with `ends` or `starts`. Backward
+   messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
+
+/* The chain and the reversed one, of sequences that all have v steps: forward passes over them write their log
+   messages, log Z and `lossy`. */
+static Chain onward(Chain a) {
+    a.messages.data = 0, a.out.log_backward = 0;
+    return a;
+}
+static Chain reversed(Chain a) {
+    static real one = 1, none = 0;
+    int64_t last = a.steps - 1, from = a.bulk.from;
+    a.messages.data = 0, a.out.log_forward = 0;
+    a.x.data += last * a.x.step, a.x.step = -a.x.step;
+    a.out.log_backward += last * a.out.step, a.out.step = -a.out.step;
+    a.bulk.from = a.bulk.to, a.bulk.to = from;
+    if (last > 0) a.bulk.data += (last - 1) * a.bulk.step, a.bulk.step = -a.bulk.step;
+    a.p0 = (Rows){.data = a.logarithms ? &none : &one};
+    return a;
+}
+
+/* The messages of one direction, that for which there is memory. The number of lossy sequences. */
+EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
+    Chain chain = a->out.log_forward ? onward(*a) : reversed(*a);
+    return EXPORTED(logchain_forward)(&chain);
+}
+
+EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
+    Room room = {.begin = a->room};
+    Chain chain = with_scratch(a, &room);
+    int64_t sequences = sequences_of(a);
+    double *unused = take(&room, sequences * 8);
+    uint8_t *lossy = take(&room, sequences), *lossy_backward = take(&room, sequences);
+    chain.messages.data = 0, chain.lossy = lossy, chain.room = rest_of(&room);
+    Chain forward = onward(chain), backward = reversed(chain);
+    backward.log_norm = unused, backward.lossy = lossy_backward;
+    if (!a->room)
+        return room.bytes + larger_of(EXPORTED(logchain_forward)(&forward), EXPORTED(logchain_redo_messages)(&chain));
+    for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
+    if (!a->ends && !a->packed) {
+        EXPORTED(logchain_forward)(&forward);
+        EXPORTED(logchain_forward)(&backward);
+        for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
+    }
+    EXPORTED(logchain_redo_messages)(&chain);
+    write_values(&chain);
+    return 0;
+}
+
+/* Means of log-weights of paths, or of what they are more than those of another chain, for kernels/plain/entropy.py:
+
+       sum over steps of <posterior_i, x_i> + <posterior_0, log p0> + the means of log P, see counts.h
+
+   Loops raise emissions, and weights given as logarithms, to 2^-DEEPEST times the largest, which is near 1: posteriors
+   that come from these are too large by as much, and are corrected. */
+
+/* The mean of c logarithms, or of those of weights, `step` apart, less those of `minus`, under shares that need not add
+   up to 1; 0 if there are none. */
+static double mean_of(const Chain *a, int are_logs, const real *from, int64_t step, const real *minus,
+                      int64_t minus_step, real *shares) {
+    reals sum = {0}, all = {0};
+    for (int64_t j = 0, c = a->states; j < c; j += LANES) {
+        reals share = read_some(shares + j, 1, c - j, 0);
+        reals terms = logs_of_weights(are_logs, from + j * step, step, c - j);
+        reals deep = terms - LOG_DEEPEST;
+        if (are_logs && any((share > 0) & (deep < 0))) {
+            share *= where(deep < LOG_DEEPEST, (reals){0}, exponential(smaller(deep, (reals){0}), NO_TAIL));
+            write_some(shares + j, share, c - j);
+        }
+        if (minus) terms -= logs_of_weights(are_logs, minus + j * minus_step, minus_step, c - j);
+        sum += where(share > 0, share * terms, (reals){0}), all += where(share > 0, share, (reals){0});
+    }
+    real whole_sum = total(all);
+    return whole_sum > 0 ? (double)total(sum) / (double)whole_sum : 0;
+}
+
+/* log Z and `means` of a thread's sequences, NaN for lossy ones; posteriors are left in grad_x. */
+EXPORT int64_t EXPORTED(logchain_means)(const Chain *a) {
+    int64_t forward = EXPORTED(logchain_forward)(a), backward = EXPORTED(logchain_backward)(a);
+    const Chain *second = a->means.less;
+    for (int64_t place = a->first; place < a->last && a->room; place++) {
+        int64_t q = sequence_in(a, place);
+        if (a->lossy[q]) a->means.data[q] = (double)__builtin_nanf("");
+        if (!has_gradient(a, q) || a->means.data[q] != a->means.data[q]) continue;
+        double sum = 0; /* small, and log P may be large */
+        for (int64_t step = 0; step < steps_of(a, q); step++) {
+            const real *minus = second ? x_at(second, q, step) : 0;
+            sum += mean_of(a, 1, x_at(a, q, step), 1, minus, 1, output_at(a, a->out.grad_x, q, step));
+        }
+        sum += mean_of(a, (int)a->logarithms, p0_at(a, q), a->p0.step, second ? p0_at(second, q) : 0,
+                       second ? second->p0.step : 0, output_at(a, a->out.grad_x, q, 0));
+        a->means.data[q] += sum;
+    }
+    return larger_of(forward, backward);
 }
 
 /* The size of the struct, which other languages compare with their own. */

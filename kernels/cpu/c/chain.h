@@ -5,7 +5,7 @@
    entries. A thread computes the places from `first` to before `last` of the g m; `order` maps a place of a set to a
    member. */
 #pragma once
-#include "vector.h"
+#include "doubles.h"
 
 /* (v, g, m, c): the row of a step of sequence q begins at data + at[q] + step `step`; its entries are contiguous. */
 typedef struct { operand *data; int64_t step; const int64_t *at; } Rows;
@@ -31,7 +31,7 @@ typedef struct {
 /* What a stretch of a longer chain takes from the stretches before and after it, and hands to them; or null. */
 typedef struct {
     const operand *entering;           /* (g, m, c): log of a forward message with sum 1; x begins at step 1 then */
-    const double *entering_double;     /* the same in float64, see stretch.h */
+    const double *entering_double;     /* the same in float64, see call.h */
     const double *entering_log_norm, *entering_error; /* (g, m): log Z of the steps before, and its rounding error */
     double *leaving;                   /* (g, m, c): log of the last forward message, with sum 1; in a backward call,
                                           log of the backward message at the step that entered */
@@ -39,7 +39,7 @@ typedef struct {
     const double *following;           /* (g, m, c): log backward messages of the last steps; null for zeros */
 } Around;
 
-/* Mean log-weights of paths (g, m), or null; where there is another chain, less those that it has, see means.h. */
+/* Mean log-weights of paths (g, m), or null; where there is another chain, less those that it has, see call.h. */
 typedef struct { double *data; const struct Chain *less; } Means;
 
 typedef struct Chain {
@@ -90,16 +90,17 @@ INLINE const operand *x_at(const Chain *a, int64_t q, int64_t step) {
     return row_at_step(&a->x, q, step);
 }
 
-/* A row of one of the outputs. */
-INLINE operand *row_or_null(const Chain *a, operand *rows, int64_t q, int64_t step) {
-    if (!rows || (a->around.entering && step-- == 0)) return 0;
-    return rows + a->out.at[q] + step * a->out.step;
+/* Rows of a sequence: that of step i begins at data + i step. */
+typedef struct { operand *data; int64_t step; } Steps;
+INLINE operand *at_step(Steps rows, int64_t step) { return rows.data + step * rows.step; }
+
+/* The rows of one of the outputs; null where it is not wanted. */
+INLINE Steps output_of(const Chain *a, operand *rows, int64_t q) {
+    if (rows) rows += a->out.at[q] - (a->around.entering ? a->out.step : 0);
+    return (Steps){rows, a->out.step};
 }
-INLINE operand *gradient_at(const Chain *a, int64_t q, int64_t step) {
-    return row_or_null(a, a->out.grad_x, q, step);
-}
-INLINE operand *filtered_at(const Chain *a, int64_t q, int64_t step) {
-    return row_or_null(a, a->out.filtered, q, step);
+INLINE operand *output_at(const Chain *a, operand *rows, int64_t q, int64_t step) {
+    return rows && !(a->around.entering && step == 0) ? at_step(output_of(a, rows, q), step) : 0;
 }
 
 /* log Z of the stretches before this one. */
@@ -110,6 +111,13 @@ INLINE Sum log_norm_before(const Chain *a, int64_t q) {
 
 /* Where a backward call writes the message at the step that entered; or null. */
 INLINE double *leaving_backward(const Chain *a) { return a->around.entering ? a->around.leaving : 0; }
+
+/* The largest of c logarithms; 0 if all are -inf. */
+INLINE double largest_log(int64_t c, const double *from) {
+    double top = -__builtin_inf();
+    for (int64_t j = 0; j < c; j++) top = from[j] > top ? from[j] : top;
+    return top > -__builtin_inf() ? top : 0;
+}
 
 INLINE void write_log_norm(const Chain *a, int64_t q, Sum log_norm) {
     double value = value_of(log_norm), lost = (log_norm.sum - value) + log_norm.error;
@@ -135,6 +143,8 @@ INLINE void *take(Room *room, int64_t bytes) {
     room->bytes += (bytes + 63) / 64 * 64;
     return array;
 }
+INLINE real *take_reals(Room *room, int64_t count) { return take(room, count * (int64_t)sizeof(real)); }
+INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Exact recomputation of lossy sequences, see recompute.h. */

@@ -28,18 +28,16 @@ typedef struct {
 /* `order`: arcs by their targets, those of a state from `first` (c + 1); `source` of each arc. */
 typedef struct { Slices into, out; const int64_t *first, *order, *source; } Graph;
 
-/* Mirrored by sparse.py, field by field; of dense chains made by dense.h. */
+/* Mirrored by sparse.py, field by field; of dense chains made by recompute.h. */
 typedef struct {
     int64_t kind, steps, states, terms, first, last; /* a thread computes places from `first` to before `last` */
     int64_t one_matrix, logarithms, by_log;          /* one for all steps; weights and p0 are; gradients are of */
     const Place *places;                             /* (n): those that share weights are neighbors */
-    const void *pattern;                             /* bands: offsets, int64 (bands), see draws.h; arcs: Graph */
-    const operand *x;                                /* (v, c) of each sequence */
-    int64_t x_step;
+    const void *pattern;                             /* bands: offsets, int64, see structure_paths.h; arcs: Graph */
+    Steps x;                                         /* (v, c) of each sequence */
     const operand *weights;                          /* (v - 1 or 1) of (bands, c), (1, arcs) or (from, to) */
     int64_t weights_step, weights_outer, weights_inner;
-    const operand *p0;                               /* (c) of each sequence */
-    int64_t p0_state;
+    Steps p0;                                        /* (c) of each sequence */
     real *mantissas, *exponents;                     /* (n, v, whole_vectors(c)): forward messages; or null */
     double *taken;                                   /* (n, v): exponents taken out of these */
     double *log_norm;                                /* (n): log Z */
@@ -49,10 +47,10 @@ typedef struct {
     operand *grad_weights;                           /* a matrix a step: likewise, each step's `counts_step` further */
     int64_t counts_step;
     double *grad_p0;                                 /* (n, c) or null */
-    operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null, not of dense chains: see dense_rows.h */
-    int64_t *paths, draws, sequences;                /* (n, v) or (draws, n, v): states, see best.h and draws.h */
+    operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null: see exact_step.h */
+    int64_t *paths, draws, sequences;                /* (n, v) or (draws, n, v): states, see structure_paths.h */
     char *room;                                      /* scratch; null asks for its size, see Room */
-    const Chain *dense;                              /* of dense chains all but weights is read and written here */
+    const Chain *dense;                              /* of dense chains: layout and further arguments */
 } Exact;
 
 #if defined(FLOAT32_OPERANDS) /* exact scans of dense chains are in float64 */
@@ -77,7 +75,7 @@ typedef struct {
     reals tops;           /* the largest exponents, and of these the largest */
     real top;
     int backward, has_nan, is_near;
-    int as_logs;          /* entries.m are finite logarithms, for best.h, or else `has_nan` */
+    int as_logs;          /* entries.m are finite logarithms, for structure_paths.h, or else `has_nan` */
 } Matrix;
 
 /* Entries that are counted while they are summed: S P T / Z times 2^(LIFT + OWN_LIFT), without the mantissas of P.
@@ -93,13 +91,24 @@ INLINE reals count_factor(const Counting *n, Split own, reals e) {
 }
 INLINE void count_term(reals factor, reals part, real *count) { store(count, load(count) + part * factor); }
 
-INLINE Row take_row(Room *room, int64_t width) {
-    Row row = {.m = take(room, width * (int64_t)sizeof(real))};
-    row.e = take(room, width * (int64_t)sizeof(real));
-    return row;
+/* The sum of up to 8 products of numbers and weights, near 2^LIFT. Each is counted, unless `n` is null, for the number
+   `own` at its other end: what it is over 2^e and its weight's mantissa. */
+INLINE Split sum_of_terms(const int terms, const Split *from, const Split *weight, const Counting *n, Split own,
+                          real *counts) {
+    Split sum = {{0}, from[0].e + weight[0].e};
+    reals e[8], parts[8];
+    UNROLL for (int t = 0; t < terms; t++) e[t] = from[t].e + weight[t].e, sum.e = larger(e[t], sum.e);
+    sum.e -= LIFT;
+    UNROLL for (int t = 0; t < terms; t++) parts[t] = from[t].m * power(e[t] - sum.e), sum.m += parts[t] * weight[t].m;
+    reals factor = n ? count_factor(n, own, sum.e) : sum.m;
+    UNROLL for (int t = 0; t < terms && n; t++) count_term(factor, parts[t], counts + t * LANES);
+    return sum;
 }
 
-/* ------------------------------------------------------------------------------------------------- reading weights */
+INLINE Row take_row(Room *room, int64_t width) {
+    real *mantissas = take_reals(room, width);
+    return (Row){mantissas, take_reals(room, width)};
+}
 
 /* Where the weights of an entry are: lane l, from `first` to before `stop`, at place + l step, or at arc[l] step. */
 typedef struct { int64_t place, step, first, stop; const int32_t *arc; } Lanes;
@@ -129,8 +138,8 @@ INLINE reals read_lanes(const operand *from, Lanes at, real fill) {
 
 INLINE void read_entry(const Exact *a, Matrix *m, int64_t entry, reals weights) {
     if (m->as_logs) {
-        m->has_nan |= any(is_no_weight(weights, (int)a->logarithms) | (weights == INFINITE));
-        store(m->entries.m + entry * LANES, a->logarithms ? weights : logarithms(weights));
+        if (!a->logarithms) weights = logarithms(weights);
+        m->has_nan |= any(~(weights < INFINITE)), store(m->entries.m + entry * LANES, weights);
         return;
     }
     Split weight = weight_split(weights, (int)a->logarithms);
@@ -172,8 +181,6 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
     m->top = largest(m->tops);
 }
 
-/* ---------------------------------------------------------------------------------------------------------- counts */
-
 /* Counts of the entries of a matrix: of some steps, and if all share it, of those before. */
 typedef struct { int64_t entries, steps; real *recent; double *total; } Counts;
 
@@ -214,8 +221,6 @@ static void write_counts(const Exact *a, const Matrix *m, const Place *place, in
     clear_counts(n);
 }
 
-/* ------------------------------------------------------------------------------------------------------- new ones */
-
 /* Bands that are summed together are held in registers: 8 of them, or all if they are fewer. */
 INLINE int64_t held_bands(const Exact *a) { return a->terms < 8 ? a->terms : (a->terms + 7) / 8 * 8; }
 
@@ -236,7 +241,7 @@ static Matrix new_matrix(const Exact *a, int backward, Room *room) {
     } else m.start = take(room, (m.blocks + 1) * 8);
     int64_t entries = entries_of(a, &m);
     m.entries = take_row(room, entries * LANES);
-    m.linear = take(room, kind_of(a) == BANDS ? 0 : entries * LANES * (int64_t)sizeof(real));
+    m.linear = take_reals(room, kind_of(a) == BANDS ? 0 : entries * LANES);
     m.shift = take(room, held * 8), m.other = take(room, dense * (entries + 1) * 4);
     m.square = take(room, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
     if (!room->begin) return m;

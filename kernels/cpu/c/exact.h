@@ -1,6 +1,6 @@
 /* Exact scans, forward and backward, see exact_step.h. */
 #pragma once
-#include "dense_rows.h"
+#include "exact_step.h"
 
 static void finish_scan(const Scan *w, Sequence *s) {
     double sum = sum_of_split_row(w->width, s->message, s->top);
@@ -10,6 +10,8 @@ static void finish_scan(const Scan *w, Sequence *s) {
     if (s->has_nan || sum == 0) log_norm = (Sum){s->has_nan ? __builtin_nan("") : -__builtin_inf(), 0};
     if (kind_of(w->a) == DENSE) finish_dense(w, s, sum, log_norm);
     else w->a->log_norm[s->place->index] = value_of(log_norm);
+    fill_rows(w->a, s, w->a->log_forward, s->place->steps, w->a->steps, (operand)-INFINITE);
+    fill_rows(w->a, s, w->a->filtered, s->place->steps, w->a->steps, 0);
 }
 
 static void scan_forward(Scan *w) {
@@ -24,10 +26,7 @@ static void scan_forward(Scan *w) {
             s->has_nan |= step == 0 ? read_p0(a, s->place, s->sums) : w->matrix.has_nan;
             emit(w, s, step, kept_row(w, s->place, step));
             if (a->taken) a->taken[row_at(a, s->place, step)] = s->taken;
-            if (kind_of(a) == DENSE) write_dense_forward(w, s, step);
-            int64_t row = row_at(a, s->place, step) * a->states;
-            if (a->log_forward) write_whole_logs(w, s, s->message, a->log_forward + row);
-            if (a->filtered) write_shares(w, s, a->filtered + row);
+            write_forward(w, s, step);
             if (step + 1 == s->place->steps) finish_scan(w, s);
         }
     }
@@ -60,13 +59,9 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
     const Exact *a = w->a;
     int last = step + 1 == s->place->steps;
     s->counting = (Counting){.counts = last ? 0 : counts};
-    if (kind_of(a) == DENSE) {
-        if (a->log_norm) begin_dense(w, s, step);
-        if (last) last_dense(w, s);
-        return;
-    }
-    for (int64_t j = 0; j < w->width && last; j++) s->sums.m[j] = 1, s->sums.e[j] = j < a->states ? 0 : -INFINITE;
+    if (last) last_row(w, s);
     if (!a->log_norm) return;
+    if (kind_of(a) == DENSE) return begin_dense(w, s, step);
     double taken = a->taken[row_at(a, s->place, step)];
     s->kept = kept_row(w, s->place, step);
     if (last) {
@@ -80,10 +75,10 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
 /* Posteriors, counts of dense matrices, and T. */
 static void end_step(Scan *w, Sequence *s, int64_t step) {
     const Exact *a = w->a;
-    if (kind_of(a) == DENSE) end_dense(w, s, step);
-    else if (a->log_backward) write_whole_logs(w, s, s->sums, a->log_backward + row_at(a, s->place, step) * a->states);
-    else {
-        operand *out = a->grad_x ? a->grad_x + row_at(a, s->place, step) * a->states : 0;
+    operand *logs = output_row(a, a->log_backward, s, step), *out = output_row(a, a->grad_x, s, step);
+    if (logs) write_whole_logs(w, s, s->sums, logs);
+    if (a->log_norm && kind_of(a) == DENSE) end_dense(w, s, step, out);
+    else if (a->log_norm) {
         double sum = write_posteriors(w, s, out);
         double change = sum / s->sum - 1;
         if (change > -0x1p-12 && change < 0x1p-12) s->sum = sum;
@@ -99,11 +94,8 @@ static void fill_gradients(Scan *w, Sequence *s, real *counts) {
     int64_t c = a->states, steps = s->place->steps;
     s->idle = weight == 0 || !(log_norm > -__builtin_inf());
     real none = s->idle && weight != 0 && log_norm != log_norm ? (real)log_norm : 0;
-    for (int64_t step = s->idle ? 0 : steps; step < a->steps; step++) {
-        operand *out = kind_of(a) == DENSE && !a->dense->packed ? output_row(a, a->dense->out.grad_x, s, step) : 0;
-        if (a->grad_x && kind_of(a) != DENSE) out = a->grad_x + row_at(a, s->place, step) * c;
-        for (int64_t j = 0; j < c && out; j++) out[j] = (operand)(step < steps ? none : 0);
-    }
+    fill_rows(a, s, a->grad_x, 0, s->idle ? steps : 0, (operand)none);
+    fill_rows(a, s, a->grad_x, steps, a->steps, 0);
     double *leaving = kind_of(a) == DENSE && s->idle ? leaving_backward(a->dense) : 0;
     for (int64_t j = 0; j < c && leaving; j++) leaving[s->place->index * c + j] = (double)none;
     for (int64_t j = 0; j < c && a->grad_p0; j++) a->grad_p0[s->place->index * c + j] = (double)none;
@@ -127,9 +119,11 @@ INLINE int ends_weights(const Scan *w) {
 static void scan_backward(Scan *w) {
     const Exact *a = w->a;
     real *counts = a->counts || a->grad_weights ? w->counts.recent : 0;
-    for (int64_t f = 0; f < w->count; f++)
-        if (a->log_norm) fill_gradients(w, w->sequence + f, counts);
-        else if (kind_of(a) == DENSE) fill_backward_logs(w, w->sequence + f);
+    for (int64_t f = 0; f < w->count; f++) {
+        Sequence *s = w->sequence + f;
+        if (a->log_norm) fill_gradients(w, s, counts);
+        fill_rows(a, s, a->log_backward, s->place->steps, a->steps, (operand)-INFINITE);
+    }
     for (int64_t step = w->steps - 1; step >= 0; step--) {
         for (int64_t f = 0; f < w->count; f++)
             if (is_active(w->sequence + f, step)) begin_step(w, w->sequence + f, step, counts);
@@ -153,15 +147,12 @@ static void scan_backward(Scan *w) {
     set_mode(mode);
 }
 
-/* ------------------------------------------------------------------------------------------------------- sequences */
-
 /* Whether what is flushed to zero is negligible: see flush.h. */
 static int have_ordinary_weights(const Exact *a) {
     double least = __builtin_inf(), most = 0;
     for (int64_t place = a->first; place < a->last && a->weight; place++) {
         double weight = a->weight[a->places[place].index], size = weight < 0 ? -weight : weight;
-        if (size > 0 && size < least) least = size;
-        if (size > most) most = size;
+        least = size > 0 && size < least ? size : least, most = size > most ? size : most;
     }
     return are_ordinary(least, most);
 }
@@ -183,7 +174,7 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     int64_t reach = reach_of(a), together = a->one_matrix ? 1 : a->last - a->first, inexact = 0;
     if (kind_of(a) == DENSE) together = a->dense->members;
     int64_t count = larger_of(1, smaller_of(together, TOGETHER)), bytes = (int64_t)sizeof(real);
-    Scan w = {.a = a, .width = whole_vectors(a->states), .next_row = backward ? -a->x_step : a->x_step};
+    Scan w = {.a = a, .width = whole_vectors(a->states), .next_row = backward ? -a->x.step : a->x.step};
     w.matrix = new_matrix(a, backward, &room);
     w.pairs = take(&room, kind_of(a) == ARCS ? w.width * (int64_t)sizeof(Pair) : 0);
     w.counts.entries = backward ? entries_of(a, &w.matrix) : 0;
@@ -221,5 +212,6 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
    EXACT matter. */
 EXPORT int64_t EXPORTED(logchain_exact_forward)(const Exact *a) { return scan_all(a, 0, scan_forward); }
 EXPORT int64_t EXPORTED(logchain_exact_backward)(const Exact *a) { return scan_all(a, 1, scan_backward); }
+/* Entries of a vector: rows of messages are whole vectors, and those of best paths at least one. */
 EXPORT int64_t EXPORTED(logchain_lanes)(void) { return LANES; }
 #endif

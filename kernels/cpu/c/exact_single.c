@@ -1,4 +1,3 @@
 /* Exact scans in float32. */
 #define BITS 32
-#include "best.h"
-#include "draws.h"
+#include "structure_paths.h"

@@ -11,9 +11,8 @@
    of dense matrices, whose messages are kept without their scale, it is that of the step itself. */
 #pragma once
 #include "flush.h"
-#include "sums_arcs.h"
-#include "sums_bands.h"
-#include "sums_dense.h"
+#include "scale.h"
+#include "sums.h"
 
 /* Steps whose counts are added up in `real`; steps until rows are aligned again; sequences that share a step. */
 enum { COUNTED_TOGETHER = 256, PATIENCE = 15, TOGETHER = 32 };
@@ -57,7 +56,7 @@ typedef struct { real top, most; int low; } Emitted;
 
 INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
     if (kind_of(a) == DENSE) return x_at(a->dense, place->index, step);
-    return a->x + place->x + step * a->x_step;
+    return at_step(a->x, step) + place->x;
 }
 INLINE int64_t row_at(const Exact *a, const Place *place, int64_t step) { return place->index * a->steps + step; }
 INLINE Row kept_row(const Scan *w, const Place *place, int64_t step) {
@@ -99,7 +98,7 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
     int logs = (int)a->logarithms;
     wholes bad = {0};
     for (int64_t j = 0; j < a->states; j += LANES) {
-        reals p = read_some(a->p0 + place->p0 + j * a->p0_state, a->p0_state, a->states - j, logs ? -INFINITE : 0);
+        reals p = read_some(at_step(a->p0, j) + place->p0, a->p0.step, a->states - j, logs ? -INFINITE : 0);
         bad |= is_no_weight(p, logs);
         store_split(to, j, weight_split(p, logs));
     }
@@ -156,8 +155,6 @@ INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
     s->inexact |= s->level > -BITS || s->top > (real)EXACT;
 }
 
-/* ------------------------------------------------------------------------------------------------------ posteriors */
-
 /* The largest exponent of S B. */
 static real top_of_products(const Scan *w, const Sequence *s) {
     reals top = splat(-INFINITE);
@@ -193,4 +190,126 @@ static void find_posteriors(const Scan *w, Sequence *s, operand *out) {
     s->whole += (double)(s->counting.shift + top), s->counting.shift = -top;
     s->sum = write_posteriors(w, s, 0), s->counting.share = s->sum > 0 ? (real)(weight_of(w->a, s) / s->sum) : 0;
     if (out) write_posteriors(w, s, out);
+}
+
+/* Natural logarithms of numbers over 2^base. */
+INLINE reals logarithms_of_split(Split a, real base) {
+    reals e = a.e - base, log = e * LN2_HIGH + (e * LN2_LOW + logarithms(a.m));
+    return where(a.e > -INFINITE, log, splat(-INFINITE));
+}
+
+/* The row of a step in an array with the strides of grad_x; null where there is none. */
+INLINE operand *output_row(const Exact *a, operand *rows, const Sequence *s, int64_t step) {
+    if (kind_of(a) == DENSE) return output_at(a->dense, rows, s->place->index, step);
+    return rows ? rows + row_at(a, s->place, step) * a->states : 0;
+}
+
+/* Fills rows of such an array, which after the end of a packed sequence are those of others. */
+static void fill_rows(const Exact *a, const Sequence *s, operand *rows, int64_t step, int64_t stop, operand value) {
+    if (kind_of(a) == DENSE && a->dense->packed) stop = smaller_of(stop, s->place->steps);
+    for (; step < stop; step++) {
+        operand *row = output_row(a, rows, s, step);
+        for (int64_t j = 0; j < a->states && row; j++) row[j] = value;
+    }
+}
+
+/* A row as logarithms, with all that it lacks or with the largest near 0; NaN if an operand was no number. */
+static void write_logs(const Scan *w, const Sequence *s, Row row, real base, Sum shift, operand *out) {
+    for (int64_t j = 0; j < w->a->states; j += LANES) {
+        reals logs = (real)shift.sum + ((real)shift.error + logarithms_of_split(load_split(row, j), base));
+        write_some(out + j, s->has_nan ? splat((real)__builtin_nan("")) : logs, w->a->states - j);
+    }
+}
+static void write_whole_logs(const Scan *w, const Sequence *s, Row row, operand *out) {
+    Sum shift = s->shift;
+    add_powers(&shift, s->taken);
+    write_logs(w, s, row, 0, shift, out);
+}
+
+/* The message of a step divided by its sum. */
+static void write_shares(const Scan *w, const Sequence *s, operand *out) {
+    double sum = sum_of_split_row(w->width, s->message, s->top);
+    real share = s->has_nan ? (real)__builtin_nan("") : sum > 0 ? (real)(1 / sum) : 0;
+    for (int64_t j = 0; j < w->a->states; j += LANES) {
+        Split b = load_split(s->message, j);
+        write_some(out + j, b.m * power(b.e - s->top) * share, w->a->states - j);
+    }
+}
+
+/* A message that leaves: logarithms of a row over 2^base, less `less`. */
+static void write_leaving_logs(const Scan *w, const Sequence *s, Row row, real base, double less) {
+    int64_t c = w->a->states;
+    double *out = w->a->dense->around.leaving + s->place->index * c;
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals logs = logarithms_of_split(load_split(row, j), base);
+        UNROLL for (int l = 0; l < LANES; l++) if (j + l < c) out[j + l] = (double)logs[l] - less;
+    }
+}
+
+/* The message of a step: as it is kept, in logarithms, and divided by its sum. */
+static void write_forward(const Scan *w, const Sequence *s, int64_t step) {
+    const Exact *a = w->a;
+    operand *logs = output_row(a, a->log_forward, s, step), *shares = output_row(a, a->filtered, s, step);
+    if (kind_of(a) == DENSE && a->dense->messages.data)
+        write_logs(w, s, s->message, s->top, (Sum){0, 0}, message_at(a->dense, s->place->index, step));
+    if (logs) write_whole_logs(w, s, s->message, logs);
+    if (shares) write_shares(w, s, shares);
+}
+
+/* Results after the last step; `sum`: that of the message over 2^top. */
+static void finish_dense(const Scan *w, const Sequence *s, double sum, Sum log_norm) {
+    const Chain *a = w->a->dense;
+    int64_t q = s->place->index;
+    write_log_norm(a, q, log_norm);
+    double log_sum = s->has_nan ? log_norm.sum : sum == 0 ? 0 : logarithm(sum);
+    if (a->around.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
+    for (int64_t step = s->place->steps; step < a->steps && a->messages.data && !a->packed; step++)
+        clear(a->states, message_at(a, q, step));
+}
+
+/* Undoes the raising of emissions in a kept linear message of a last step: no sum has been tested for it. */
+static void lower_raised(const Scan *w, const Sequence *s, int64_t step) {
+    const operand *x = x_row(w->a, s->place, step);
+    int64_t c = w->a->states;
+    real top = -INFINITE;
+    for (int64_t j = 0; j < c; j++) top = (real)x[j] > top ? (real)x[j] : top;
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals below = read_some(x + j, 1, c - j, top) - top - LOG_DEEPEST;
+        Split factor = exponential_split(smaller(below, splat(0)), 1), kept = load_split(s->kept, j);
+        store_split(s->kept, j, settled(kept.m * factor.m, kept.e + factor.e));
+    }
+}
+
+/* S of a step as it was kept: logarithms if the sequence was recomputed, otherwise linear. */
+static void begin_dense(const Scan *w, Sequence *s, int64_t step) {
+    const Chain *a = w->a->dense;
+    int64_t q = s->place->index;
+    int logs = a->lossy[q] & 1, last = step + 1 == s->place->steps;
+    if (step + 1 > a->uncounted[q]) s->counting.counts = 0;
+    for (int64_t j = 0; j < a->states; j += LANES) {
+        reals kept = read_some(message_at(a, q, step) + j, 1, a->states - j, logs ? -INFINITE : 0);
+        store_split(s->kept, j, weight_split(kept, logs));
+    }
+    if (a->around.following && last && !logs) lower_raised(w, s, step);
+}
+
+/* B at a last step: ones, or the exponentials of `following` less its largest. */
+static void last_row(const Scan *w, Sequence *s) {
+    int64_t c = w->a->states;
+    const double *following = kind_of(w->a) == DENSE ? w->a->dense->around.following : 0;
+    if (following) following += s->place->index * c;
+    double top = following ? largest_log(c, following) : 0;
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals logs = splat(-INFINITE);
+        UNROLL for (int l = 0; l < LANES; l++)
+            if (j + l < c) logs[l] = following ? (real)(following[j + l] - top) : 0;
+        store_split(s->sums, j, weight_split(logs, 1));
+    }
+}
+
+/* Posteriors and counts of a step. */
+static void end_dense(const Scan *w, Sequence *s, int64_t step, operand *out) {
+    find_posteriors(w, s, out);
+    if (s->counting.counts && s->sum > 0) s->counting.kept = s->kept, count_dense(&w->matrix, &s->factor, &s->counting);
+    if (step == 0 && leaving_backward(w->a->dense)) write_leaving_logs(w, s, s->sums, top_of_row(w->width, s->sums), 0);
 }

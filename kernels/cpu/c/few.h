@@ -5,25 +5,20 @@
    as in forward.h and backward.h, which continue from the first step whose sums fail the underflow test of step.h.
    few_loops.h is compiled for rows of 4, 8 and 16 states; a sequence takes the smallest row that holds its states. */
 #pragma once
-#include "vector.h"
+#include "chain.h"
 
 enum { FEW = 16 };
 
-/* Pointers are those of step 0, except where a comment says step 1; the strides between steps are called *_step. */
 typedef struct {
-    int64_t c;
-    const real *x;
-    const real *entries;                 /* matrix into step 1; one matrix for all steps: padded with zeros to
-                                            row_of(c), and transposed for backward steps */
-    real *messages, *filtered;           /* forward messages, and those with sum 1; or null */
-    real *logs;                          /* log sums U, plus x if with_x, or null */
-    real *gradient;                      /* of x, or null */
-    real *outer;                         /* gradient of the matrix into step 1, or null */
-    real *held_forward, *held_source;    /* `most_held` rows of S and of sources for counts.h; or null */
+    int64_t c, row;                      /* row: from a row of a matrix to the next */
+    Steps x, entries;                    /* the one matrix of all steps is padded with zeros to row_of(c), and
+                                            transposed for backward steps */
+    Steps messages, filtered;            /* forward messages, and those with sum 1; or null */
+    Steps logs;                          /* log sums U, plus x if with_x, or null */
+    Steps gradient, outer;               /* of x, and of matrices; or null */
+    Steps held_forward, held_source;     /* `most_held` rows of S and of sources for counts.h; or null */
     int64_t first_step;                  /* backward steps stop there */
-    int64_t logs_step, with_x;
-    int64_t x_step, row, entries_step, message_step, filtered_step, gradient_step, outer_step;
-    int64_t held_step, held, most_held;
+    int64_t with_x, held, most_held;
     real high;                           /* largest matrix entry that a gradient was written for */
     real limits[2];                      /* least sums that pass; [1] after a raised emission, under one matrix */
     int one, zeros, by_log, ordinary;    /* one matrix for all steps; sums of 0 pass; gradients of logarithms; weights

@@ -4,45 +4,25 @@
 
    The scale F multiplies the next step's sums, so that their products need not wait for it. `narrow`: the sequence has
    fewer than ROW states; entries beyond them are read and then masked. */
-#include "doubles.h"
 #include "few.h"
 #include "flush.h"
 #include "scale.h"
 
-INLINE wholes within(int64_t c) {
-    wholes lanes;
-    UNROLL for (int j = 0; j < LANES; j++) lanes[j] = j;
-    return lanes < (whole)c;
-}
+INLINE wholes within(int64_t c) { return lane_numbers() < (whole)c; }
 INLINE reals read(const int narrow, int64_t c, const real *from, real fill) {
     return narrow ? where(within(c), load(from), splat(fill)) : load(from);
 }
-INLINE void write(const int narrow, int64_t c, reals row, real *to) {
-    if (!narrow) store(to, row);
-    else {
-        int64_t done = 0;
-        UNROLL for (int part = LANES / 2; part > 0; part /= 2)
-            if (c & part) {
-                __builtin_memcpy(to + done, (const real *)&row + done, (uint64_t)part * sizeof(real));
-                done += part;
-            }
-    }
-}
-
 /* The row of a step of x. Where logarithms are written, x may run backwards: only c entries are read. */
 INLINE reals read_x(const int narrow, int64_t c, const Few *l, int64_t step) {
-    const real *from = l->x + step * l->x_step;
-    if (!l->logs || !narrow) return read(narrow, c, from, -INFINITE);
-    reals row = splat(-INFINITE);
-    UNROLL for (int j = 0; j < LANES; j++) if (j < c) row[j] = from[j];
-    return row;
+    const real *from = at_step(l->x, step);
+    return l->logs.data ? read_some(from, 1, c, -INFINITE) : read(narrow, c, from, -INFINITE);
 }
 
 /* Log sums U of a step, which are 2^exponent e^taken times `sums`, plus x. */
 INLINE void write_logs(const Few *l, int64_t step, reals sums, reals x, Sum taken, int64_t exponent) {
     real row[LANES], emission[LANES];
     store(row, sums), store(emission, x);
-    write_logarithms(l->c, row, taken, exponent, l->with_x ? emission : 0, l->logs + step * l->logs_step);
+    write_logarithms(l->c, row, taken, exponent, l->with_x ? emission : 0, at_step(l->logs, step));
 }
 
 /* Emissions exp(x - max x), max x as `shift`, and whether one was raised. */
@@ -95,8 +75,8 @@ INLINE Bounds bounds_of(const int narrow, const Few *l) {
     return bounds;
 }
 
-/* The least bits of sums, less `taken`, that pass after a raised emission, under a matrix of this step alone; infinite for
-   a matrix that has to be rescaled. */
+/* The least bits of sums, less `taken`, that pass after a raised emission, under a matrix of this step alone; infinite
+   for a matrix that has to be rescaled. */
 INLINE naturals least_after_raised(const int narrow, const Few *l, const real *entries) {
     reals all = {0};
     UNROLL for (int k = 0; k < LANES; k++) {
@@ -113,7 +93,7 @@ INLINE int all_pass(const int narrow, int64_t c, natural taken, naturals least, 
     naturals bits = (naturals)*sums;
     if (narrow) bits &= (naturals)within(c), *sums = (reals)bits;
     int low = any((wholes)(bits - taken < least));
-    REDUCE(bits, larger_bits); /* the order of non-negative numbers, NaN on top */
+    REDUCE(bits, __builtin_elementwise_max); /* the order of non-negative numbers, NaN on top */
     *most = bits;
     return !low && bits[0] - 1 < (natural)bits_of(INFINITE) - 1;
 }
@@ -124,8 +104,8 @@ INLINE reals to_top(naturals most) {
     return (reals)(((naturals){0} + ((natural)(TOP + 2 * BIAS - 1) << FRACTION)) - exponent);
 }
 
-/* What has been taken out of S after some steps: logarithms, to which those of the matrices are added, and powers of two,
-   from the sum of the biased exponents of the largest sums U. */
+/* What has been taken out of S after some steps: logarithms, to which those of the matrices are added, and powers of
+   two, from the sum of the biased exponents of the largest sums U. */
 INLINE Sum shift_after(const Few *l, Sum shift, int64_t steps) {
     double high = (float)l->matrix_shift; /* few bits: its product with `steps` is exact */
     add(&shift, high * (double)steps), add(&shift, (l->matrix_shift - high) * (double)steps);
@@ -143,23 +123,23 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
     Sum shift = l->shift;
     int raised = l->raised;
     for (; step < stop; step++) {
-        const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
-        if (!one) PREFETCH(entries + LATER * l->entries_step, l->row, 0);
+        const real *entries = at_step(l->entries, one ? 0 : step);
+        if (!one) PREFETCH(entries + LATER * l->entries.step, l->row, 0);
         reals sums = times(one ? LANES : c, c, state, entries, one ? LANES : l->row) * factor;
         naturals most;
         real top;
         naturals limit = !one && raised ? least_after_raised(narrow, l, entries) : bounds.least[raised];
         if (!all_pass(narrow, c, bounds.taken, limit, &sums, &most)) break;
         reals x = read_x(narrow, c, l, step);
-        if (l->logs) {
+        if (l->logs.data) {
             Sum taken = shift_after(l, shift, step + 1 - begin);
             write_logs(l, step, sums, x, taken, exponent_after(l, exponents, step - begin) + l->matrix_exponent);
         }
         state = sums * emissions(x, &top, &raised), factor = to_top(most);
-        if (l->messages) write(narrow, c, state * factor, l->messages + step * l->message_step);
-        if (l->filtered) {
+        if (l->messages.data) write_some(at_step(l->messages, step), state * factor, c);
+        if (l->filtered.data) {
             reals message = state * factor, sum = splat(total(message));
-            write(narrow, c, where(sum > 0, message / sum, sum), l->filtered + step * l->filtered_step);
+            write_some(at_step(l->filtered, step), where(sum > 0, message / sum, sum), c);
         }
         add(&shift, top);
         exponents += most[0] >> FRACTION;
@@ -186,20 +166,20 @@ INLINE void write_transitions(const int narrow, int64_t c, const Few *l, reals f
         if (k >= c) break;
         reals entry = read(narrow, c, entries + k * l->row, 0), both = source * forward[k];
         *high = larger(entry, *high), both *= l->unshare;
-        write(narrow, c, where(is_zero(entry), (reals){0}, l->by_log ? both * entry : both), to + k * c);
+        write_some(to + k * c, where(is_zero(entry), (reals){0}, l->by_log ? both * entry : both), c);
     }
 }
 
 INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, int64_t step) {
     const Few of = *arguments, *l = &of; /* a copy that no store can alias */
     const Bounds bounds = bounds_of(narrow, l);
-    int64_t c = narrow ? l->c : LANES, counts = l->outer || l->held_forward, held = l->held;
+    int64_t c = narrow ? l->c : LANES, counts = l->outer.data || l->held_forward.data, held = l->held;
     reals backward = load(l->state), factor = splat(1), high = {0};
-    for (; step > l->first_step && (!l->held_forward || held < l->most_held); step--) {
-        const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
+    for (; step > l->first_step && (!l->held_forward.data || held < l->most_held); step--) {
+        const real *entries = at_step(l->entries, one ? 0 : step);
         real top;
         int raised;
-        if (!one) PREFETCH(entries - LATER * l->entries_step, l->row, 0);
+        if (!one) PREFETCH(entries - LATER * l->entries.step, l->row, 0);
         reals source = backward * emissions(read_x(narrow, c, l, step), &top, &raised);
         reals sums = one ? times(LANES, c, source, entries, LANES)
                          : times_transposed(narrow, c, source, entries, l->row);
@@ -207,28 +187,28 @@ INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, i
         sums *= factor;
         naturals limit = !one && raised ? least_after_raised(narrow, l, entries) : bounds.least[raised];
         if (!all_pass(narrow, c, bounds.taken, limit, &sums, &most)) break;
-        reals next = to_top(most), forward = read(narrow, c, l->messages + (step - 1) * l->message_step, 0);
+        reals next = to_top(most), forward = read(narrow, c, at_step(l->messages, step - 1), 0);
         reals both = forward * (sums * next * power_of_two(-TOP));
         real sum = total(both), share = 1 / sum;
         if (!(share > 0 && share < (counts ? 1 : power_of_two(TOP)))) break;
         if (counts && most[0] < (natural)bits_of(power_of_two(TOP - 24))) break;
-        if (l->gradient) {
+        if (l->gradient.data) {
             reals seen = where(both < sum * power_of_two(1 - BIAS), (reals){0}, both * share * l->weight);
-            write(narrow, c, seen, l->gradient + (step - 1) * l->gradient_step);
+            write_some(at_step(l->gradient, step - 1), seen, c);
         }
         if (counts) {
             real limit = least_source(factor[0], next[0], share);
             reals shared = where(source < limit, (reals){0}, source) * factor * (next[0] * power_of_two(-HALF)) * share;
             shared = smaller(shared, splat(power_of_two(BIAS - 1))) * l->source_weight;
-            if (l->outer) {
+            if (l->outer.data) {
                 Mode before = flush_to_zero(l->ordinary);
-                real *outer = l->outer + (step - 1) * l->outer_step;
-                PREFETCH(outer - LATER * l->outer_step, c, 1);
+                real *outer = at_step(l->outer, step);
+                PREFETCH(outer - LATER * l->outer.step, c, 1);
                 write_transitions(narrow, c, l, forward, read_now(shared), entries, &high, outer);
                 set_mode(before);
             } else {
-                write(narrow, c, forward, l->held_forward + held * l->held_step);
-                write(narrow, c, shared, l->held_source + held++ * l->held_step);
+                write_some(at_step(l->held_forward, held), forward, c);
+                write_some(at_step(l->held_source, held++), shared, c);
             }
         }
         backward = sums, factor = next;

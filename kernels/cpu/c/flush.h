@@ -2,9 +2,9 @@
    an operation with a denormal operand or result. Products of messages and sources are such numbers wherever emissions
    are sharp, and most of them are negligible.
 
-   It is set only while expected counts and posteriors are added up, whose contract allows c 2^-26 of the weight for what
-   is flushed, and only if weights are neither tiny nor far apart, see are_ordinary. An exact 0 among the sums U means
-   that no path leads to a state: sums are computed in the caller's mode, except where a comment proves them normal.
+   It is set only while expected counts and posteriors are added up, whose contract allows c 2^-26 of the weight for
+   what is flushed, and only if weights are neither tiny nor far apart, see are_ordinary. An exact 0 among the sums U
+   means that no path leads to a state: sums are computed in the caller's mode, unless a comment proves them normal.
 
    x86-64 flushes results (bit 15 of MXCSR; operands only with bit 6, which is left to the caller). aarch64 flushes both
    (bit 24 of FPCR): what is compared with 0 is hence compared as an integer, see is_zero; build.py tells the compiler
@@ -38,8 +38,8 @@ INLINE Mode flush_to_zero(int ordinary) {
     return before;
 }
 
-/* Whether what is flushed is negligible for nonzero weights from `least` to `most`; also where there are none. Sources of
-   counts.h, divided by `most`, then keep GUARD bits even for the least weight. */
+/* Whether what is flushed is negligible for nonzero weights from `least` to `most`; also where there are none. Sources
+   of counts.h, divided by `most`, then keep GUARD bits even for the least weight. */
 INLINE int are_ordinary(double least, double most) {
     return least >= 0x1p-60 && least >= most * 0x1p-30;
 }

@@ -12,7 +12,6 @@
    time. Their `places` are sorted by length, longest first, so that the active ones are the first `count`. */
 #pragma once
 #include "few.h"
-#include "doubles.h"
 #include "step.h"
 
 enum { GROUP = 48 }; /* rows per product: whole tiles, whose sums stay in the first-level cache until the emission */
@@ -20,22 +19,24 @@ enum { GROUP = 48 }; /* rows per product: whole tiles, whose sums stay in the fi
 /* Rows per product; more where each product copies the matrix. */
 INLINE int64_t group_of(const Chain *a) { return is_packed(4 * GROUP, a->states) ? 4 * GROUP : GROUP; }
 
+/* What is known of a place: the logarithms and the powers of two that have been taken out of S, of max x and of matrix
+   shifts, and of k - TOP and of matrix exponents; see row_posterior; whether the last step raised an emission. */
+typedef struct { Sum shift; int64_t exponent; real inverse_sum, scale; int raised; } Member;
+
 /* The pass over `count` places of a set, from its place `begin` on. */
 typedef struct {
     const Chain *a;
     int64_t set, begin, count, width; /* width of a row: c, at least LANES */
-    int in_place, few;                /* S is computed where messages are kept; one sequence of few states, see few.h */
+    int in_place;                     /* S is computed where messages are kept */
     const int64_t *order;             /* member at each place of the set; null for the identity */
     real *states;                     /* (2, count, width): S of the last two steps, unless `in_place` */
-    real *sums, *padded_x;            /* (group, width): U of a group, and copies of its x */
+    real *sums;                       /* (group, width): U of a group */
     real *initial;                    /* (width): U_0 */
     Matrix matrix;                    /* matrix into the current step */
-    Sum *shifts;                      /* (count): logarithms taken out of S: of max x and of matrix shifts */
-    int64_t *exponents;               /* (count): powers of two taken out of S: of k - TOP and of matrix exponents */
-    uint8_t *raised;                  /* (count): the last step raised an emission */
+    Member *members;                  /* (count) */
 } Walk;
 
-INLINE const int64_t *order_of(const Chain *a, int64_t set) { return a->order ? a->order + set * a->members : 0; }
+INLINE int is_few(const Walk *w) { return w->count == 1 && w->a->states <= FEW; } /* see few.h */
 INLINE int64_t width_of(const Chain *a) { return a->states < LANES ? LANES : a->states; }
 INLINE int64_t sequence_of(const Walk *w, int64_t place) {
     place += w->begin;
@@ -61,17 +62,6 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
     return before;
 }
 
-/* Pointers to the rows of x of `rows` places, copied where they need padding or conversion. */
-INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
-    const Chain *a = w->a;
-    for (int64_t r = 0; r < rows; r++) {
-        const real *x = x_at(a, sequence_of(w, place + r), step);
-        real *to = w->padded_x + r * w->width;
-        if (a->states < LANES) widen(a->states, w->width, x, 1, -INFINITE, to);
-        out[r] = a->states < LANES ? to : x;
-    }
-}
-
 /* Starts reading a row of x into the cache, a step before its use. The rows of a step lie far apart where each sequence
    has memory of its own: without this, forward steps of 64 states take up to 1.1 times as long, backward steps 1.1 to
    1.5 times. */
@@ -83,10 +73,10 @@ INLINE void fetch_x(const Walk *w, int64_t place, int64_t step) {
 
 /* log(U E) of a last step, with U times 2^-exponent: from U and x, for U E itself may underflow. */
 static void write_leaving(const Chain *a, int64_t q, const real *sums, const real *x, double shift, int64_t exponent) {
-    for (int64_t j = 0; j < a->states; j++) {
-        int64_t k;
-        double part = mantissa(sums[j], &k), log = (double)(k - exponent) * 0.69314718055994531 + logarithm(part);
-        a->around.leaving[q * a->states + j] = (sums[j] == 0 ? -__builtin_inf() : log) + ((double)x[j] - shift);
+    double *out = a->around.leaving + q * a->states;
+    for (int64_t j = 0, left = a->states; left > 0; j += WIDE, left -= WIDE) {
+        doubles logs = logarithm_of(read_wide(sums + j, 1, left, 0), (double)exponent);
+        write_doubles(out + j, logs + (read_wide(x + j, 1, left, 0) - shift), left);
     }
 }
 
@@ -97,90 +87,79 @@ INLINE real *logs_of(const Chain *a) { return a->out.log_forward ? a->out.log_fo
 static void write_filtered(const Walk *w, int64_t count, int64_t step) {
     const Chain *a = w->a;
     for (int64_t place = 0; place < w->count; place++) {
-        real *out = filtered_at(a, sequence_of(w, place), step);
+        real *out = output_at(a, a->out.filtered, sequence_of(w, place), step);
         const real *state = state_at(w, place, step);
         if (!out) return;
         reals parts = {0};
-        int64_t j = 0, c = place < count ? a->states : 0;
-        for (; j + LANES <= c; j += LANES) parts += load(state + j);
+        int64_t c = place < count ? a->states : 0;
+        for (int64_t j = 0; j < c; j += LANES) parts += read_some(state + j, 1, c - j, 0);
         real sum = total(parts);
-        for (; j < c; j++) sum += state[j];
         real over = sum > 0 ? 1 / sum : sum; /* 0, or NaN */
+        for (int64_t k = 0; k < vectors_of(c); k++)
+            write_some(out + start_of(k, c), load(state + start_of(k, c)) * over, c);
         if (c == 0) clear(a->states, out);
-        else if (c < LANES) for (j = 0; j < c; j++) out[j] = state[j] * over;
-        else for (int64_t k = 0; k < vectors_of(c); k++)
-            store(out + start_of(k, c), load(state + start_of(k, c)) * over);
     }
 }
 
-/* Up to LANES rows of sums U become messages S, and lossy ones are marked. Returns 1 if the matrix had to be rescaled:
-   the caller multiplies by it again. */
-static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real *sums, real safe_entry) {
+/* A row of sums U becomes a message S, or is marked as lossy. Returns 1 if the matrix had to be rescaled: the caller
+   multiplies by it again. */
+static int settle(Walk *w, int64_t place, int64_t step, const real *sums) {
     const Chain *a = w->a;
-    const real *x[LANES];
-    Weighed weighed;
-    rows_of_x(w, place, rows, step, x);
-    if (rows == 1) weigh(1, 1, w->width, x, sums, state_at(w, place, step), &weighed);
-    else weigh(0, rows, w->width, x, sums, state_at(w, place, step), &weighed);
-    for (int64_t r = 0; r < rows && step > 0; r++) {
-        int64_t q = sequence_of(w, place + r);
-        if (a->lossy[q] || !needs_check(w->raised[place + r], weighed.least[r], weighed.most[r])) continue;
+    int64_t q = sequence_of(w, place);
+    Member *member = &w->members[place];
+    const real *x = x_at(a, q, step);
+    real *state = state_at(w, place, step);
+    Range range = range_of(w->width, sums);
+    if (step > 0 && !a->lossy[q] && needs_check(member->raised, range)) {
         if (rescale(&w->matrix)) return 1;
-        a->lossy[q] = (uint8_t)is_lossy(a->states, sums + r * w->width, 1, weighed.most[r], &w->matrix, safe_entry);
+        a->lossy[q] = (uint8_t)is_lossy(a->states, sums, 1, range.most, &w->matrix);
     }
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t q = sequence_of(w, place + r), exponent = exponent_of(weighed.most[r]);
-        fetch_x(w, place + r, step + 1);
-        if (a->around.leaving && step + 1 == steps_of(a, q))
-            write_leaving(a, q, sums + r * w->width, x[r], weighed.shift[r], exponent);
-        Sum *shift = &w->shifts[place + r];
-        int64_t *taken = &w->exponents[place + r];
-        if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
-        if (step > 0) *taken += w->matrix.exponent;
-        real *logs = row_or_null(a, logs_of(a), q, step);
-        if (logs) write_logarithms(a->states, sums + r * w->width, *shift, *taken, a->out.log_forward ? x[r] : 0, logs);
-        add(shift, weighed.shift[r]);
-        *taken += exponent - TOP;
-        w->raised[place + r] = weighed.raised[r] != 0;
-        if (a->lossy[q]) clear(w->width, state_at(w, place + r, step)); /* denormal numbers are slow */
-    }
+    int64_t exponent = exponent_of(range.most);
+    real top = top_of(x, a->states);
+    fetch_x(w, place, step + 1);
+    member->raised = emit(a->states, x, top, sums, scale_to_top(exponent), state);
+    if (a->around.leaving && step + 1 == steps_of(a, q)) write_leaving(a, q, sums, x, top, exponent);
+    if (step > 0 && w->matrix.shift != 0) add(&member->shift, w->matrix.shift);
+    if (step > 0) member->exponent += w->matrix.exponent;
+    real *logs = output_at(a, logs_of(a), q, step);
+    const real *emission = a->out.log_forward ? x : 0;
+    if (logs) write_logarithms(a->states, sums, member->shift, member->exponent, emission, logs);
+    add(&member->shift, top);
+    member->exponent += exponent - TOP;
+    if (a->lossy[q]) clear(w->width, state); /* denormal numbers are slow */
     return 0;
-}
-
-INLINE double sum_of_row(int64_t c, const real *row) {
-    double sum = 0;
-    for (int64_t j = 0; j < c; j++) sum += row[j];
-    return sum;
 }
 
 /* log Z of a sequence after its last step. */
 static void finish(Walk *w, int64_t place, int64_t step) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place), c = a->states;
-    double sum = sum_of_row(c, state_at(w, place, step));
+    const real *state = state_at(w, place, step);
+    double sum = 0;
+    for (int64_t j = 0; j < c; j++) sum += state[j];
     if (!(sum < __builtin_inf()) || (sum > 0 && sum < (double)TRUSTED)) a->lossy[q] = 1;
-    Sum log_norm = w->shifts[place];
+    Sum log_norm = w->members[place].shift;
     int64_t exponent;
     double part = mantissa(sum, &exponent);
-    add_exponent(&log_norm, w->exponents[place] + exponent);
+    add_exponent(&log_norm, w->members[place].exponent + exponent);
     add(&log_norm, logarithm(part));
     write_log_norm(a, q, sum == 0 ? (Sum){-__builtin_inf(), 0} : log_norm);
     for (int64_t j = 0; j < c && a->around.leaving && sum > 0; j++)
         a->around.leaving[q * c + j] -= (double)(exponent - TOP) * 0.69314718055994531 + logarithm(part);
 }
 
-/* Copies messages of places from `place` to before `stop` to where they are kept; 0 after a sequence's end. */
-static void store_messages(const Walk *w, int64_t place, int64_t stop, int64_t step, int there) {
+/* Copies the messages of the first `count` places to where they are kept; 0 after a sequence's end. */
+static void store_messages(const Walk *w, int64_t count, int64_t step) {
     const Chain *a = w->a;
-    for (; place < stop; place++) {
+    for (int64_t place = 0; place < (a->packed ? count : w->count); place++) {
         real *to = message_at(a, sequence_of(w, place), step);
-        if (there) narrow(a->states, state_at(w, place, step), to);
+        if (place < count) write_row(a->states, state_at(w, place, step), 1, to);
         else clear(a->states, to);
     }
 }
 
 /* Step 0 of all places. Neighbours that share initial weights prepare them once. */
-static void start_places(Walk *w, int64_t count, real safe_entry) {
+static void start_places(Walk *w, int64_t count) {
     const Chain *a = w->a;
     const real *before = 0;
     int64_t exponent = 0;
@@ -193,9 +172,9 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
             lossy = start_row(a->states, w->width, p0, a->p0.step, (int)a->logarithms, w->initial, &exponent, &shift);
         before = p0;
         a->lossy[q] = (uint8_t)lossy;
-        add(&w->shifts[place], shift);
-        w->exponents[place] += exponent;
-        settle(w, place, 1, 0, w->initial, safe_entry);
+        add(&w->members[place].shift, shift);
+        w->members[place].exponent += exponent;
+        settle(w, place, 0, w->initial);
     }
 }
 
@@ -204,23 +183,21 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
 static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
-    real *logs = logs_of(a);
-    int64_t row = a->messages.step, for_x = logs ? 0 : unpadded_rows(c, a->x.step);
-    int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk.step);
-    int64_t for_messages = a->messages.data ? unpadded_rows(c, row) : 0;
-    if (!one && (logs || a->logarithms || a->bulk.to != 1)) return 0;
+    Steps logs = output_of(a, logs_of(a), q), x = {row_at_step(&a->x, q, a->around.entering ? -1 : 0), a->x.step};
+    Steps messages = {a->messages.data ? message_at(a, q, 0) : 0, a->messages.step};
+    Steps entries = {one ? padded : matrix_at(&a->bulk, w->set, 0), a->bulk.step};
+    int64_t for_x = logs.data ? 0 : unpadded_rows(c, x.step), for_matrices = one ? 0 : unpadded_rows(c, a->bulk.step);
+    int64_t for_messages = messages.data ? unpadded_rows(c, messages.step) : 0;
+    if (!one && (logs.data || a->logarithms || a->bulk.to != 1)) return 0;
     if (one) rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? least_unchanged(m->high) : TRUSTED;
-    *l = (Few){.c = c, .one = (int)one, .x = x_at(a, q, 1) - a->x.step, .x_step = a->x.step,
-               .entries = one ? padded : matrix_at(&a->bulk, w->set, 1), .row = a->bulk.from,
-               .entries_step = a->bulk.step, .messages = a->messages.data ? message_at(a, q, 0) : 0,
-               .filtered = a->out.filtered ? filtered_at(a, q, 1) - a->out.step : 0, .filtered_step = a->out.step,
-               .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
+    *l = (Few){.c = c, .one = (int)one, .row = a->bulk.from, .x = x, .entries = entries, .messages = messages,
+               .filtered = output_of(a, a->out.filtered, q), .logs = logs, .with_x = a->out.log_forward != 0,
+               .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
-    if (logs) l->logs = row_or_null(a, logs, q, 0), l->logs_step = a->out.step, l->with_x = a->out.log_forward != 0;
     for (int64_t k = 0; k < row_of(c) && one; k++)
         for (int64_t j = 0; j < row_of(c); j++)
             padded[k * row_of(c) + j] = k < c && j < c ? m->entries[transposed ? j * m->row + k : k * m->row + j] : 0;
@@ -234,16 +211,16 @@ static int64_t few_forward(Walk *w, int64_t step) {
     int64_t stop = few_of(w, 0, padded, &l), last = steps_of(w->a, sequence_of(w, 0)) - 1;
     stop = stop < last ? stop : last;
     if (step >= stop) return step;
-    narrow(w->a->states, state_at(w, 0, step - 1), l.state);
-    l.shift = w->shifts[0], l.exponent = w->exponents[0], l.raised = w->raised[0];
+    write_row(w->a->states, state_at(w, 0, step - 1), 1, l.state);
+    l.shift = w->members->shift, l.exponent = w->members->exponent, l.raised = w->members->raised;
     step = steps_forward(&l, step, stop);
-    narrow(w->a->states, l.state, state_at(w, 0, step - 1));
-    w->shifts[0] = l.shift, w->exponents[0] = l.exponent, w->raised[0] = (uint8_t)l.raised;
+    write_row(w->a->states, l.state, 1, state_at(w, 0, step - 1));
+    *w->members = (Member){.shift = l.shift, .exponent = l.exponent, .raised = l.raised};
     return step;
 }
 
 /* One step of up to a group of places. */
-static void step_places(Walk *w, int64_t place, int64_t rows, int64_t step, real safe_entry) {
+static void step_places(Walk *w, int64_t place, int64_t rows, int64_t step) {
     const Chain *a = w->a;
     Matrix *m = &w->matrix;
     const real *states = state_at(w, place, step - 1);
@@ -253,37 +230,30 @@ static void step_places(Walk *w, int64_t place, int64_t rows, int64_t step, real
     for (int64_t done = trusted ? 0 : rows; done < rows;) {
         if (rows > 1)
             multiply((Product){rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
-        else if (w->raised[place] && !m->has_high) /* whose sums are compared with the largest entry */
-            note_high(m, row_times_largest(a->states, w->width, states, m->entries, m->row, w->sums));
+        else if (w->members[place].raised && !m->has_high) /* whose sums are compared with the largest entry */
+            note_high(m, row_tiles(0, LARGEST, a->states, w->width, states, m->entries, m->row, w->sums));
         else row_times(a->states, w->width, states, m->entries, m->row, w->sums);
-        for (; done < rows; done += LANES) {
-            int64_t settled = rows - done < LANES ? rows - done : LANES;
-            if (settle(w, place + done, settled, step, w->sums + done * w->width, safe_entry)) break;
-        }
+        while (done < rows && !settle(w, place + done, step, w->sums + done * w->width)) done++;
     }
 }
 
 static void walk_forward(Walk *w) {
     const Chain *a = w->a;
-    real safe_entry = least_safe_entry();
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
-        w->shifts[place] = log_norm_before(a, q), w->exponents[place] = 0, w->raised[place] = 0;
+        w->members[place] = (Member){.shift = log_norm_before(a, q)};
         a->lossy[q] = 0, a->log_norm[q] = -__builtin_inf();
     }
     int64_t count = active(w, w->count, 0), group = group_of(a);
-    start_places(w, count, safe_entry);
+    start_places(w, count);
     if (a->one_matrix && a->steps > 1) prepare(a, w->set, 1, &w->matrix);
     for (int64_t step = 0; step < a->steps && (count > 0 || !a->packed); step++) {
-        if (w->few && step > 0 && count > 0 && !a->lossy[sequence_of(w, 0)]) step = few_forward(w, step);
+        if (is_few(w) && step > 0 && count > 0 && !a->lossy[sequence_of(w, 0)]) step = few_forward(w, step);
         if (step > 0 && count > 0 && !a->one_matrix) prepare(a, w->set, step, &w->matrix);
         for (int64_t place = 0; place < count && step > 0; place += group)
-            step_places(w, place, count - place < group ? count - place : group, step, safe_entry);
+            step_places(w, place, count - place < group ? count - place : group, step);
         if (a->out.filtered) write_filtered(w, count, step);
-        if (a->messages.data && !w->in_place) {
-            store_messages(w, 0, count, step, 1);
-            store_messages(w, count, a->packed ? count : w->count, step, 0);
-        }
+        if (a->messages.data && !w->in_place) store_messages(w, count, step);
         int64_t still = step + 1 == a->steps ? 0 : active(w, count, step + 1);
         for (int64_t place = still; place < count; place++) finish(w, place, step);
         count = still;
@@ -295,31 +265,22 @@ INLINE int64_t most_places(const Chain *a, int64_t group) {
     return a->one_matrix && a->members > group ? group : a->members;
 }
 
-/* The same, or 1: sequences of few states whose messages stay in registers take a third of the time one after the other.
-   With more than 8 states that is sure for few sequences alone, and short ones lose it to what each begins with. */
+/* The same, or 1: sequences of few states whose messages stay in registers take a third of the time one after the
+   other. With more than 8 states that is sure for few sequences alone, and short ones lose it to their beginning. */
 INLINE int64_t most_in_pass(const Chain *a, int64_t group) {
     int few = a->states <= FEW / 2 || (a->states <= FEW && a->last - a->first <= 8);
     return a->one_matrix && few && a->steps >= 32 ? 1 : most_places(a, group);
 }
 
-/* Scratch that both directions need; new_states has the rest of the forward pass. */
+/* Scratch that both directions need. */
 static Walk new_walk(const Chain *a, int64_t group, int64_t most, Room *room) {
-    int64_t bytes = sizeof(real);
     Walk w = {.a = a, .width = width_of(a)};
-    w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take(room, w.width * w.width * bytes)};
+    w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take_reals(room, w.width * w.width)};
     if (w.width > a->states && room->begin) clear(w.width * w.width, w.matrix.room);
-    w.padded_x = take(room, group * w.width * bytes);
-    w.initial = take(room, w.width * bytes);
-    w.raised = take(room, most);
+    w.sums = take_reals(room, group * w.width);
+    w.initial = take_reals(room, w.width);
+    w.members = take(room, most * (int64_t)sizeof(Member));
     return w;
-}
-
-static void new_states(Walk *w, int64_t group, int64_t most, Room *room) {
-    int64_t bytes = sizeof(real);
-    w->sums = take(room, group * w->width * bytes);
-    w->states = take(room, 2 * most * w->width * bytes);
-    w->shifts = take(room, most * (int64_t)sizeof(Sum));
-    w->exponents = take(room, most * 8);
 }
 
 /* Points the pass to the thread's place q and, in the same set, to up to `most` places from there on. Returns how many
@@ -327,7 +288,8 @@ static void new_states(Walk *w, int64_t group, int64_t most, Room *room) {
 INLINE int64_t enter_set(Walk *w, int64_t q, int64_t most) {
     const Chain *a = w->a;
     int64_t begin = q % a->members, left = a->members - begin < a->last - q ? a->members - begin : a->last - q;
-    w->set = q / a->members, w->begin = begin, w->count = left < most ? left : most, w->order = order_of(a, w->set);
+    w->set = q / a->members, w->begin = begin, w->count = smaller_of(left, most);
+    w->order = a->order ? a->order + w->set * a->members : 0;
     return left;
 }
 
@@ -337,11 +299,10 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
     int64_t group = group_of(a), most = most_in_pass(a, group);
     Walk w = new_walk(a, group, most, &room);
     w.in_place = a->messages.data && !a->order && !a->ends && w.width == a->states;
-    new_states(&w, group, most, &room);
+    w.states = take_reals(&room, 2 * most * w.width);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += w.count) {
         enter_set(&w, q, most);
-        w.few = w.count == 1 && a->states <= FEW;
         walk_forward(&w);
     }
     return lossy_places(a);

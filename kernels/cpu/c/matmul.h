@@ -5,13 +5,12 @@
        dA = (G B^T) A      dB = (A^T G) B      G = w / S
 
    A and B are 0 only where a and b are -inf; smaller values are raised to 2^-DEEPEST, see scale.h. An S below `least`
-   may have lost terms, or gained by raised ones. Unless no path leads there, which the product of A > 0 and B > 0 tells,
-   it is recomputed as a log-sum-exp of doubles, and so are its gradients.
+   may have lost terms, or gained by raised ones. Unless no path leads there, which the product of A > 0 and B > 0
+   tells, it is recomputed as a log-sum-exp of doubles, and so are its gradients.
 
    A thread has the rows from `first` to before `last` of all sets. It holds B of one set, and AT_ONCE rows at a time.
    Weights of so many rows are divided by a power of two near the largest; sums over more rows are doubles. */
 #pragma once
-#include "doubles.h"
 #include "step.h"
 
 enum { AT_ONCE = 48 };
@@ -20,27 +19,22 @@ enum { AT_ONCE = 48 };
    maxima has an error of D roundings. */
 #define LEAST_TERM power_of_two(24 - 108)
 
-/* Strides count entries. `out` is null where gradients are wanted. */
+/* Of a set, row and column; strides count entries. */
+typedef struct { real *data; int64_t set, row, column; } Strided;
+INLINE real *strided_row(const Strided *a, int64_t set, int64_t row) { return a->data + set * a->set + row * a->row; }
+
+/* Data is null for what is not wanted: `out`, or gradients. */
 typedef struct {
     int64_t sets, rows, depth, columns, first, last;
-    const real *a;           /* (sets, rows, depth) */
-    int64_t a_set, a_row, a_k;
-    const real *b;           /* (sets, depth, columns) */
-    int64_t b_set, b_k, b_j;
-    real *out;               /* (sets, rows, columns) or null: c */
-    int64_t out_set, out_row, out_j;
-    const real *weight;      /* (sets, rows, columns): w */
-    int64_t weight_set, weight_row, weight_j;
-    real *grad_a;            /* (sets, rows, depth) or null */
-    int64_t grad_a_set, grad_a_row, grad_a_k;
-    real *grad_b;            /* (sets, depth, columns) or null */
-    int64_t grad_b_set, grad_b_k, grad_b_j;
+    Strided a, b;            /* (sets, rows, depth), (sets, depth, columns) */
+    Strided out, weight;     /* (sets, rows, columns): c, w */
+    Strided grad_a, grad_b;  /* of a and b */
     double *part_b;          /* (depth, columns) in place of grad_b, where several threads have rows of one set */
     char *room;
 } Operands;
 
-/* Rows are whole vectors: `deep` for k, `wide` for j. In the columns that fill the last vector, B is 1 and G is 0; in the
-   rows of B that B^T is padded with, B is 0. */
+/* Rows are whole vectors: `deep` for k, `wide` for j. In the columns that fill the last vector, B is 1 and G is 0; in
+   the rows of B that B^T is padded with, B is 0. */
 typedef struct {
     const Operands *p;
     int64_t set, deep, wide, rescued;
@@ -58,19 +52,6 @@ typedef struct {
     double *sum_b, *rescued_b;      /* their sum, and gradients of recomputed entries (depth, wide) */
 } Matmul;
 
-/* A row of whole vectors from `count` entries, `step` apart; and such entries from a row. */
-INLINE void gather(int64_t count, int64_t width, const real *from, int64_t step, real fill, real *to) {
-    int64_t j = 0;
-    if (step == 1) for (; j + LANES <= count; j += LANES) store(to + j, load(from + j));
-    for (; j < count; j++) to[j] = from[j * step];
-    for (; j < width; j++) to[j] = fill;
-}
-INLINE void scatter(int64_t count, const real *from, int64_t step, real *to) {
-    int64_t j = 0;
-    if (step == 1) for (; j + LANES <= count; j += LANES) store(to + j, load(from + j));
-    for (; j < count; j++) to[j * step] = from[j];
-}
-
 /* exp(a - top), 0 only where a is -inf: the difference may overflow. */
 INLINE reals exponential_below(reals a, reals top) {
     return exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL);
@@ -80,7 +61,7 @@ INLINE reals exponential_below(reals a, reals top) {
 static void exponentiate_rows(Matmul *w, const real *a, int64_t rows) {
     for (int64_t i = 0; i < rows; i++) {
         real *row = w->a + i * w->deep;
-        gather(w->p->depth, w->deep, a + i * w->p->a_row, w->p->a_k, -INFINITE, row);
+        read_row(w->p->depth, w->deep, a + i * w->p->a.row, w->p->a.column, -INFINITE, row);
         real top = w->row_top[i] = top_of(row, w->deep);
         for (int64_t k = 0; k < w->deep; k += LANES) store(row + k, exponential_below(load(row + k), splat(top)));
     }
@@ -91,7 +72,7 @@ static void exponentiate_columns(Matmul *w, const real *b) {
     int64_t depth = w->p->depth, deep = w->deep, wide = w->wide;
     if (w->held_b == b) return;
     for (int64_t k = 0; k < depth; k++)
-        gather(w->p->columns, wide, b + k * w->p->b_k, w->p->b_j, 0, w->b + k * wide);
+        read_row(w->p->columns, wide, b + k * w->p->b.row, w->p->b.column, 0, w->b + k * wide);
     for (int64_t j = 0; j < wide; j += LANES) {
         reals top = splat(-INFINITE);
         for (int64_t k = 0; k < depth; k++) top = larger(load(w->b + k * wide + j), top);
@@ -100,7 +81,7 @@ static void exponentiate_columns(Matmul *w, const real *b) {
         for (int64_t k = 0; k < depth; k++)
             store(w->b + k * wide + j, exponential_below(load(w->b + k * wide + j), top));
     }
-    for (int64_t k = 0; k < deep && w->p->grad_a; k += LANES)
+    for (int64_t k = 0; k < deep && w->p->grad_a.data; k += LANES)
         for (int64_t j = 0; j < wide; j += LANES)
             transpose_block(w->b + k * wide + j, wide, w->transposed + j * deep + k, deep);
     w->held_b = b;
@@ -140,19 +121,19 @@ typedef struct { const real *a, *b; int64_t left; double row_top; doubles column
 
 INLINE doubles quarter(doubles a, doubles top) { return a * 0.25 - top * 0.25; }
 INLINE doubles relative_term(const Operands *p, const Terms *t, int64_t k, doubles *term) {
-    double a = (double)t->a[k * p->a_k];
-    doubles b = read_wide(t->b + k * p->b_k, p->b_j, t->left, -__builtin_inf());
+    double a = (double)t->a[k * p->a.column];
+    doubles b = read_wide(t->b + k * p->b.row, p->b.column, t->left, -__builtin_inf());
     *term = a + b;
     return quarter(splat_wide(a), splat_wide(t->row_top)) + quarter(b, t->column_top);
 }
 INLINE doubles share_of_term(const Operands *p, const Terms *t, int64_t k) {
-    doubles term, below = (relative_term(p, t, k, &term) - t->nearest) * 4;
-    return choose(below < -178, splat_wide(0), exponential_of(choose(below < -178, splat_wide(0), below)));
+    doubles term;
+    return exponential_or_zero((relative_term(p, t, k, &term) - t->nearest) * 4);
 }
 static Terms terms_of(const Matmul *w, int64_t row, const real *a, const real *b, int64_t j) {
     const Operands *p = w->p;
     doubles none = splat_wide(-__builtin_inf()), term;
-    Terms t = {a + row * p->a_row, b + j * p->b_j, p->columns - j, (double)w->row_top[row],
+    Terms t = {a + row * p->a.row, b + j * p->b.column, p->columns - j, (double)w->row_top[row],
                read_wide(w->column_top + j, 1, WIDE, 0), none, none, {0}};
     for (int64_t k = 0; k < p->depth; k++) {
         doubles relative = relative_term(p, &t, k, &term);
@@ -180,7 +161,7 @@ static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, in
             }
             write_wide(w->row + j, logs, WIDE);
         }
-        scatter(p->columns, w->row, p->out_j, out + i * p->out_row);
+        write_row(p->columns, w->row, p->out.column, out + i * p->out.row);
     }
 }
 
@@ -196,13 +177,14 @@ static real scale_of(int64_t count, const real *weights, int *ordinary) {
     *ordinary = are_ordinary((double)least(low), top);
     int64_t exponent = exponent_above(top), most_exponent = BIAS - 1;
     if (top == 0 || (exponent <= 20 && exponent >= -20)) return 1;
-    return power_of_two(exponent > most_exponent ? most_exponent : larger_of(exponent, -most_exponent));
+    return power_of_two(larger_of(smaller_of(exponent, most_exponent), -most_exponent));
 }
 
 /* G of a block, 0 where S is too small. */
 static void divide(Matmul *w, const real *weight, int64_t rows) {
+    const Operands *p = w->p;
     for (int64_t i = 0; i < rows; i++)
-        gather(w->p->columns, w->wide, weight + i * w->p->weight_row, w->p->weight_j, 0, w->quotients + i * w->wide);
+        read_row(p->columns, w->wide, weight + i * p->weight.row, p->weight.column, 0, w->quotients + i * w->wide);
     w->scale = scale_of(rows * w->wide, w->quotients, &w->ordinary);
     real inverse = 1 / w->scale;
     for (int64_t j = 0; j < rows * w->wide; j += LANES) {
@@ -219,14 +201,14 @@ static void add_rescued(Matmul *w, const real *a, const real *b, const real *wei
             longs again = is_recomputed(w, i * w->wide + j);
             if (!any_wide(again)) continue;
             Terms t = terms_of(w, i, a, b, j);
-            const real *from = weight + i * p->weight_row + j * p->weight_j;
-            doubles weights = read_wide(from, p->weight_j, p->columns - j, 0) / (double)w->scale;
+            const real *from = weight + i * p->weight.row + j * p->weight.column;
+            doubles weights = read_wide(from, p->weight.column, p->columns - j, 0) / (double)w->scale;
             weights = choose(again, weights / t.sum, splat_wide(0));
             for (int64_t k = 0; k < p->depth; k++) {
                 doubles gradients = share_of_term(p, &t, k) * weights;
                 double sum = 0, *to = w->rescued_b + k * w->wide + j;
                 UNROLL for (int l = 0; l < WIDE; l++) sum += gradients[l];
-                if (p->grad_a) w->part[i * w->deep + k] += (real)sum;
+                if (p->grad_a.data) w->part[i * w->deep + k] += (real)sum;
                 if (w->rescued_b) store_wide(to, load_wide(to) + gradients * (double)w->scale);
             }
         }
@@ -253,7 +235,7 @@ static void write_block_gradients(Matmul *w, const real *a, const real *b, const
     if (lossy) add_rescued(w, a, b, weight, rows);
     for (int64_t i = 0; i < rows && grad_a; i++) {
         for (int64_t k = i * deep; k < (i + 1) * deep; k += LANES) store(w->part + k, load(w->part + k) * w->scale);
-        scatter(p->depth, w->part + i * deep, p->grad_a_k, grad_a + i * p->grad_a_row);
+        write_row(p->depth, w->part + i * deep, p->grad_a.column, grad_a + i * p->grad_a.row);
     }
     set_mode(before);
 }
@@ -267,7 +249,7 @@ static void write_grad_b(Matmul *w) {
             store_wide(sums + j, load_wide(sums + j) * b + load_wide(w->rescued_b + k * w->wide + j));
             write_wide(w->row + j, load_wide(sums + j), WIDE);
         }
-        if (p->grad_b) scatter(p->columns, w->row, p->grad_b_j, p->grad_b + w->set * p->grad_b_set + k * p->grad_b_k);
+        if (p->grad_b.data) write_row(p->columns, w->row, p->grad_b.column, strided_row(&p->grad_b, w->set, k));
         for (int64_t j = 0; j < p->columns && p->part_b; j++) p->part_b[k * p->columns + j] = sums[j];
     }
 }
@@ -279,20 +261,20 @@ static void clear_wide(int64_t count, double *to) {
 /* The rows from `row` to before `stop` of a set. */
 static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
     const Operands *p = w->p;
-    const real *b = p->b + w->set * p->b_set;
+    const real *b = strided_row(&p->b, w->set, 0);
     int ordinary = 1;
     exponentiate_columns(w, b);
     clear_wide(p->depth * w->wide, w->sum_b), clear_wide(p->depth * w->wide, w->rescued_b);
     for (int64_t rows; row < stop; row += rows) {
         rows = stop - row < AT_ONCE ? stop - row : AT_ONCE;
-        const real *a = p->a + w->set * p->a_set + row * p->a_row;
+        const real *a = strided_row(&p->a, w->set, row);
         int lossy = find_sums(w, a, b, rows);
-        if (p->out) {
-            write_logarithms_of_sums(w, a, b, rows, lossy, p->out + w->set * p->out_set + row * p->out_row);
+        if (p->out.data) {
+            write_logarithms_of_sums(w, a, b, rows, lossy, strided_row(&p->out, w->set, row));
             continue;
         }
-        const real *weight = p->weight + w->set * p->weight_set + row * p->weight_row;
-        real *grad_a = p->grad_a ? p->grad_a + w->set * p->grad_a_set + row * p->grad_a_row : 0;
+        const real *weight = strided_row(&p->weight, w->set, row);
+        real *grad_a = p->grad_a.data ? strided_row(&p->grad_a, w->set, row) : 0;
         write_block_gradients(w, a, b, weight, rows, lossy, grad_a);
         ordinary &= w->ordinary;
     }
@@ -306,18 +288,15 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
 EXPORT int64_t EXPORTED(logchain_matmul)(const Operands *p) {
     Room room = {.begin = p->room};
     int64_t deep = padded(p->depth), wide = padded(p->columns);
-    int64_t block_deep = AT_ONCE * deep * (int64_t)sizeof(real), block_wide = AT_ONCE * wide * (int64_t)sizeof(real);
-    int64_t matrix = deep * wide * (int64_t)sizeof(real);
     Matmul w = {.p = p, .deep = deep, .wide = wide, .least = (real)p->depth * LEAST_TERM};
-    w.a = take(&room, block_deep), w.b = take(&room, matrix);
-    w.row_top = take(&room, AT_ONCE * (int64_t)sizeof(real)), w.column_top = take(&room, wide * (int64_t)sizeof(real));
-    w.row = take(&room, wide * (int64_t)sizeof(real));
-    w.sums = take(&room, block_wide), w.paths = take(&room, block_wide);
-    w.positive_a = take(&room, block_deep), w.positive_b = take(&room, matrix);
-    if (!p->out) w.quotients = take(&room, block_wide), w.part = take(&room, block_deep);
-    if (p->grad_a) w.transposed = take(&room, matrix);
-    if (p->grad_b || p->part_b) {
-        w.block_b = take(&room, matrix);
+    w.a = take_reals(&room, AT_ONCE * deep), w.b = take_reals(&room, deep * wide);
+    w.row_top = take_reals(&room, AT_ONCE), w.column_top = take_reals(&room, wide), w.row = take_reals(&room, wide);
+    w.sums = take_reals(&room, AT_ONCE * wide), w.paths = take_reals(&room, AT_ONCE * wide);
+    w.positive_a = take_reals(&room, AT_ONCE * deep), w.positive_b = take_reals(&room, deep * wide);
+    if (!p->out.data) w.quotients = take_reals(&room, AT_ONCE * wide), w.part = take_reals(&room, AT_ONCE * deep);
+    if (p->grad_a.data) w.transposed = take_reals(&room, deep * wide);
+    if (p->grad_b.data || p->part_b) {
+        w.block_b = take_reals(&room, deep * wide);
         w.sum_b = take(&room, deep * wide * 8), w.rescued_b = take(&room, deep * wide * 8);
     }
     if (!p->room) return room.bytes;

@@ -9,9 +9,6 @@
 #pragma once
 #include "vector.h"
 
-/* Column of the k-th vector of a row. */
-INLINE int64_t start_of(int64_t k, int64_t width) { return (k + 1) * LANES > width ? width - LANES : k * LANES; }
-INLINE int64_t vectors_of(int64_t width) { return (width + LANES - 1) / LANES; }
 INLINE int64_t padded(int64_t width) { return vectors_of(width) * LANES; }
 
 /* out (rows, width) = a (rows, depth) b (depth, width): a[r, k] lies at r a_row + k a_k. */
@@ -83,13 +80,17 @@ INLINE Columns columns_from(Product p, int64_t first, int64_t vectors) {
     return (Columns){first, end, p.b + first, p.b_row, end, 0};
 }
 
+/* The same for a number of vectors that a compiler does not know. */
+INLINE void tiles_of(const int best, int64_t vectors, const int adds, Product p, Columns j) {
+    if (vectors == 3) column_of_tiles(best, VECTORS, adds, p, j);
+    if (vectors == 2) column_of_tiles(best, 2, adds, p, j);
+    if (vectors == 1) column_of_tiles(best, 1, adds, p, j);
+}
+
 INLINE void all_tiles(const int best, const int adds, Product p) {
     for (int64_t first = 0, vectors; first < p.width; first += vectors * LANES) {
         vectors = vectors_from(first, p.width);
-        Columns j = columns_from(p, first, vectors);
-        if (vectors == 3) column_of_tiles(best, VECTORS, adds, p, j);
-        if (vectors == 2) column_of_tiles(best, 2, adds, p, j);
-        if (vectors == 1) column_of_tiles(best, 1, adds, p, j);
+        tiles_of(best, vectors, adds, p, columns_from(p, first, vectors));
     }
 }
 
@@ -120,10 +121,8 @@ INLINE void packed_tiles(const int best, const int adds, Product p) {
                           load(j.b + d * p.b_row + (k + 1 < vectors ? k * LANES : j.end)));
             if (first + 2 * vectors * LANES <= p.width) j.prefetched = j.b + vectors * LANES;
             j.b = packed, j.b_row = vectors * LANES, j.b_end = (vectors - 1) * LANES;
-            if (vectors == 3 && (adds || done)) column_of_tiles(best, VECTORS, 1, part, j);
-            else if (vectors == 3) column_of_tiles(best, VECTORS, 0, part, j);
-            else if (adds || done) column_of_tiles(best, 2, 1, part, j);
-            else column_of_tiles(best, 2, 0, part, j);
+            if (adds || done) tiles_of(best, vectors, 1, part, j);
+            else tiles_of(best, vectors, 0, part, j);
         }
     }
 }
@@ -136,19 +135,13 @@ static void multiply(Product p) { multiply_by(0, 0, p); }
 static void multiply_best(Product p) { multiply_by(1, 0, p); }
 static void multiply_add(Product p) { multiply_by(0, 1, p); }
 
-/* A product of one row may find the largest of each of the words of b, as natural numbers, while it reads them. They have
-   a sign where an entry has one; otherwise they are those of the largest entry, or of a double that is larger by up to
-   2^-20 of it. */
+/* A product of one row may find the largest of each of the words of b, as natural numbers, while it reads them. They
+   have a sign where an entry has one; otherwise they are those of the largest entry, or of a double that is larger by
+   up to 2^-20 of it. */
 enum { UNSEEN, LARGEST };
 typedef uint32_t words __attribute__((vector_size(BYTES)));
 INLINE naturals larger_words(naturals a, naturals b) {
-    words larger_a = (words)a > (words)b;
-    return (naturals)(((words)a & larger_a) | ((words)b & ~larger_a));
-}
-INLINE natural largest_words(naturals bits) {
-    natural all = bits[0];
-    UNROLL for (int j = 1; j < LANES; j++) all = bits[j] > all ? bits[j] : all;
-    return all;
+    return (naturals)__builtin_elementwise_max((words)a, (words)b);
 }
 
 /* A tile of one row: four independent partial sums over the depth hide latency. */
@@ -178,6 +171,7 @@ INLINE void row_tile(const int best, const int seen, const int vectors, int64_t 
               joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
 }
 
+/* A product of one row; returns the LARGEST words of b, or 0 UNSEEN. */
 INLINE natural row_tiles(const int best, const int seen, int64_t depth, int64_t width, const real *a, const real *b,
                          int64_t b_row, real *out) {
     naturals bits = {0};
@@ -191,18 +185,11 @@ INLINE natural row_tiles(const int best, const int seen, int64_t depth, int64_t 
         if (vectors == 1) row_tile(best, seen, 1, depth, a, b + j, b_row, out + j, end, &bits);
         j += vectors * LANES;
     }
-    return seen ? largest_words(bits) : 0;
+    return seen ? __builtin_reduce_max(bits) : 0;
 }
 
 static void row_times(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     row_tiles(0, UNSEEN, depth, width, a, b, b_row, out);
-}
-/* The same, and the LARGEST words of b. */
-static natural row_times_largest(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    return row_tiles(0, LARGEST, depth, width, a, b, b_row, out);
-}
-static void row_times_best(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    row_tiles(1, UNSEEN, depth, width, a, b, b_row, out);
 }
 
 /* out (width) = a (width) times the transpose of b (width, width). Columns that two vectors of `a` share count once. */
@@ -230,14 +217,23 @@ INLINE natural row_times_rows(const int seen, int64_t width, const real *a, cons
         }
         store(out + k, total_of_each(sum));
     }
-    return seen ? largest_words(bits) : 0;
+    return seen ? __builtin_reduce_max(bits) : 0;
 }
-static void row_times_transposed(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    row_times_rows(UNSEEN, width, a, b, b_row, out);
-}
-static natural row_times_transposed_largest(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    return row_times_rows(LARGEST, width, a, b, b_row, out);
-}
+
+/* The lower, and the upper, halves of two vectors with lanes interleaved. */
+#if BYTES * 8 / BITS == 16
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif BYTES * 8 / BITS == 8
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#elif BYTES * 8 / BITS == 4
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#else
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
+#endif
 
 /* A block of LANES by LANES entries. */
 INLINE void transpose_block(const real *from, int64_t from_row, real *to, int64_t to_row) {

@@ -7,12 +7,14 @@
 static int64_t recompute(const Chain *a, int mask, int backward, int gradients, void scan(Scan *)) {
     Room room = {.begin = a->room};
     Place *places = take(&room, larger_of(a->last - a->first, 1) * (int64_t)sizeof(Place));
-    Exact e = {.kind = DENSE, .steps = a->steps, .states = a->states, .places = places, .dense = a, .p0 = a->p0.data};
-    e.one_matrix = a->one_matrix, e.logarithms = a->logarithms, e.by_log = a->by_log, e.p0_state = a->p0.step;
-    e.x_step = a->x.step, e.weights = a->bulk.data, e.weights_step = a->bulk.step;
+    Exact e = {.kind = DENSE, .steps = a->steps, .states = a->states, .places = places, .dense = a};
+    e.one_matrix = a->one_matrix, e.logarithms = a->logarithms, e.by_log = a->by_log;
+    e.x = (Steps){a->x.data, a->x.step}, e.p0 = (Steps){a->p0.data, a->p0.step};
+    e.weights = a->bulk.data, e.weights_step = a->bulk.step;
     e.weights_outer = a->bulk.from, e.weights_inner = a->bulk.to, e.room = rest_of(&room);
+    e.log_forward = a->out.log_forward, e.log_backward = a->out.log_backward, e.filtered = a->out.filtered;
     if (gradients) {
-        e.log_norm = a->log_norm, e.weight = a->weight, e.grad_p0 = a->grad_p0;
+        e.log_norm = a->log_norm, e.weight = a->weight, e.grad_p0 = a->grad_p0, e.grad_x = a->out.grad_x;
         e.counts = a->counts, e.grad_weights = a->grad_bulk.data, e.counts_step = a->grad_bulk.step;
     }
     for (int64_t place = a->first; place < a->last && a->room; place++) {

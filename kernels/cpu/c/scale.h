@@ -1,6 +1,6 @@
 /* The scale 2^TOP of messages, the least emission 2^-DEEPEST beside it, and exponentials raised to that: see step.h. */
 #pragma once
-#include "vector.h"
+#include "doubles.h"
 
 #if BITS == 32 || defined(FLOAT32_OPERANDS)
 enum { TOP = 100, DEEPEST = 108, GUARD = 26 };
@@ -39,6 +39,12 @@ INLINE int64_t exponent_of(whole bits) {
     return exponent > 0 && exponent < 2 * BIAS + 1 ? exponent - (BIAS - 1) : TOP;
 }
 
+/* A power of two that takes a row's largest weight to near 1. */
+INLINE real factor_to_one(real top) {
+    if (!(top < INFINITE)) return 1;
+    return power_of_two(top < power_of_two(1 - BIAS) ? BIAS - 1 : 2 - exponent_of(bits_of(top)));
+}
+
 #define NO_TAIL splat((real)-0.0) /* adding it changes nothing, not even a -0 */
 
 /* exp(a + tail) raised to at least 2^-DEEPEST; 0 where a is -inf. `tail`: the rounding error of a. */
@@ -47,4 +53,16 @@ INLINE reals exponential(reals a, reals tail) {
     reals r = (b - k * LN2_HIGH) - k * LN2_LOW + tail;
     reals power = (reals)(((wholes)rounded << FRACTION) + bits_of(1)); /* NaN * power is NaN */
     return (reals)((wholes)(near_exponential(r) * power) & (a != -INFINITE));
+}
+
+/* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null. */
+INLINE void write_logarithms(int64_t c, const real *row, Sum taken, int64_t exponent, const real *x, real *out) {
+    add_exponent(&taken, exponent + TOP);
+    doubles scale = splat_wide(taken.sum), rest = splat_wide(taken.error == taken.error ? taken.error : 0);
+    for (int64_t j = 0; j < c; j += WIDE) {
+        doubles emission = x ? read_wide(x + j, 1, c - j, 0) : splat_wide(0);
+        doubles sum = scale + emission; /* either may be large, and their sum small */
+        doubles logs = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP);
+        write_wide(out + j, sum + (logs + rounding_errors(scale, emission, sum) + rest), c - j);
+    }
 }

@@ -28,7 +28,6 @@ enum { LIFT = 500, OWN_LIFT = 400, HIGHEST = 900, SMALL = 1000, LARGE = 64 };
 #endif
 #define LN2 0.69314718055994531
 
-INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t whole_vectors(int64_t c) { return (c + LANES - 1) / LANES * LANES; }
 INLINE Row row_from(Row row, int64_t j) { return (Row){row.m + j, row.e + j}; }
 INLINE Split load_split(Row row, int64_t j) { return (Split){load(row.m + j), load(row.e + j)}; }
@@ -38,40 +37,8 @@ static void clear_row(int64_t width, Row row) {
     for (int64_t j = 0; j < width; j += LANES) store_split(row, j, zero_split());
 }
 
-/* ------------------------------------------------------------------------------------------------------- operands */
-
-typedef operand Operands __attribute__((vector_size(LANES * sizeof(operand))));
-
-/* Copies `left` entries, fewer than LANES, in parts whose sizes a compiler knows. */
-INLINE void copy_some(operand *to, const operand *from, int64_t left) {
-    UNROLL for (int part = LANES / 2; part > 0; part /= 2)
-        if (left & part) {
-            __builtin_memcpy(to, from, (unsigned long)part * sizeof(operand));
-            to += part, from += part;
-        }
-}
-
-/* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. */
-INLINE reals read_some(const operand *from, int64_t step, int64_t left, real fill) {
-    Operands whole, some = __builtin_convertvector(splat(fill), Operands);
-    if (step == 1 && left >= LANES) {
-        __builtin_memcpy(&whole, from, sizeof whole); /* not in memory: loads would wait for stores */
-        return __builtin_convertvector(whole, reals);
-    }
-    if (step == 1) copy_some((operand *)&some, from, left);
-    else for (int l = 0; l < LANES && l < left; l++) some[l] = from[l * step];
-    return __builtin_convertvector(some, reals);
-}
-INLINE void write_some(operand *to, reals a, int64_t left) {
-    Operands whole = __builtin_convertvector(a, Operands), some = whole;
-    if (left >= LANES) __builtin_memcpy(to, &whole, sizeof whole);
-    else copy_some(to, (const operand *)&some, left);
-}
-
 /* Lanes that are no weights: NaN, or below 0 without being logarithms. */
 INLINE wholes is_no_weight(reals a, int logarithms) { return ~(a >= (logarithms ? -INFINITE : 0)); }
-
-/* -------------------------------------------------------------------------------------------------------- numbers */
 
 /* 2^e for a whole e up to BIAS; 0 where that is not a normal number, or e is NaN: the difference of two zeros' e. */
 INLINE reals power(reals e) {
@@ -140,18 +107,6 @@ INLINE Split plus_split(Split a, Split b) {
     reals e = larger(a.e, b.e);
     return (Split){a.m * power(a.e - e) + b.m * power(b.e - e), e};
 }
-
-/* The sum of `count` products of numbers and weights, near 2^LIFT. `parts`: the terms over 2^e and their weight's m. */
-INLINE Split sum_of_terms(const int count, const Split *from, const Split *weight, reals *parts) {
-    Split sum = {{0}, from[0].e + weight[0].e};
-    reals e[8];
-    UNROLL for (int t = 0; t < count; t++) e[t] = from[t].e + weight[t].e, sum.e = larger(e[t], sum.e);
-    sum.e -= LIFT;
-    UNROLL for (int t = 0; t < count; t++) parts[t] = from[t].m * power(e[t] - sum.e), sum.m += parts[t] * weight[t].m;
-    return sum;
-}
-
-/* ----------------------------------------------------------------------------------------------------------- rows */
 
 /* The largest exponent of a row; 0 if all numbers are 0. */
 INLINE real top_of_row(int64_t width, Row row) {

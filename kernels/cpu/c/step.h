@@ -41,41 +41,13 @@ INLINE int64_t exponent_above(double a) {
     return a > 0 && a < __builtin_inf() ? exponent + 1 : 0;
 }
 
-/* Vectors from and to `count` entries, `step` apart; further lanes are `fill`, or are not stored. */
-INLINE reals load_some(const real *from, int64_t step, int64_t count, real fill) {
-    reals a = splat(fill);
-    UNROLL for (int j = 0; j < LANES; j++) if (j < count) a[j] = from[j * step];
-    return a;
+/* The largest of some entries and `high`, which a NaN is not. */
+INLINE real largest_in(int64_t count, const real *from, real high) {
+    reals top = splat(high);
+    if (count < LANES) return largest(larger(read_some(from, 1, count, high), top));
+    for (int64_t k = 0; k < vectors_of(count); k++) top = larger(load(from + start_of(k, count)), top);
+    return largest(top);
 }
-INLINE void store_some(real *to, reals a, int64_t count) {
-    UNROLL for (int j = 0; j < LANES; j++) if (j < count) to[j] = a[j];
-}
-
-/* A vector of entries of which `left` remain. */
-INLINE reals read_some(const real *from, int64_t left, real fill) {
-    return left < LANES ? load_some(from, 1, left, fill) : load(from);
-}
-INLINE void write_some(real *to, reals a, int64_t left) {
-    if (left < LANES) store_some(to, a, left);
-    else store(to, a);
-}
-
-/* A row of c entries copied into one of `width`, further entries being `fill`; and back. */
-INLINE void widen(int64_t c, int64_t width, const real *from, int64_t step, real fill, real *to) {
-    if (c < LANES) store(to, load_some(from, step, c, fill));
-    else if (step == 1)
-        for (int64_t k = 0; k < vectors_of(c); k++) store(to + start_of(k, c), load(from + start_of(k, c)));
-    else for (int64_t j = 0; j < width; j++) to[j] = from[j * step];
-}
-INLINE void narrow(int64_t c, const real *from, real *to) {
-    if (c < LANES) store_some(to, load(from), c);
-    else for (int64_t k = 0; k < vectors_of(c); k++) store(to + start_of(k, c), load(from + start_of(k, c)));
-}
-INLINE void clear(int64_t count, real *to) {
-    for (int64_t j = 0; j < count; j++) to[j] = 0;
-}
-
-/* ------------------------------------------------------------------------------------------------------ matrices */
 
 /* A step's matrix (c, width), linear: the caller's is 2^exponent e^shift times it. */
 typedef struct {
@@ -88,16 +60,12 @@ typedef struct {
 } Matrix;
 
 static void find_high(Matrix *a) {
-    reals high[4] = {0}; /* four rows at a time: a maximum waits for the one before it */
     if (a->has_high) return;
-    for (int64_t k = 0; k < a->c; k += 4) {
-        const real *row[4];
-        UNROLL for (int r = 0; r < 4; r++) row[r] = a->entries + (k + r < a->c ? k + r : k) * a->row;
-        for (int64_t j = 0; j < a->width - LANES; j += LANES)
-            UNROLL for (int r = 0; r < 4; r++) high[r] = larger(load(row[r] + j), high[r]);
-        UNROLL for (int r = 0; r < 4; r++) high[r] = larger(load(row[r] + a->width - LANES), high[r]);
+    a->high = 0, a->has_high = 1;
+    for (int64_t k = 0; k < a->c; k++) {
+        real high = largest_in(a->width, a->entries + k * a->row, 0);
+        a->high = high > a->high ? high : a->high;
     }
-    a->high = largest(larger(larger(high[0], high[1]), larger(high[2], high[3]))), a->has_high = 1;
 }
 
 /* The same, or a little more, from the LARGEST words of entries that a product has seen, unless one has a sign. */
@@ -111,10 +79,9 @@ static void find_low(Matrix *a) {
     for (int64_t k = 0; k < a->c; k++)
         for (int64_t b = 0; b < vectors_of(a->width); b++) {
             naturals bits = (naturals)load(a->entries + k * a->row + start_of(b, a->width)) - 1; /* 0 wraps around */
-            low = (naturals)where_whole(bits < low, (wholes)bits, (wholes)low);
+            low = __builtin_elementwise_min(low, bits);
         }
-    natural bits = low[0];
-    UNROLL for (int j = 1; j < LANES; j++) bits = low[j] < bits ? low[j] : bits;
+    natural bits = __builtin_reduce_min(low);
     a->low = bits >= (natural)bits_of(INFINITE) ? INFINITE : real_of((whole)bits + 1), a->has_low = 1;
 }
 
@@ -130,11 +97,9 @@ static int rescale(Matrix *a) {
     Factors scale = factors_of(-k);
     real first = (real)scale.first, second = (real)scale.second, low = a->low * first * second;
     for (int64_t i = 0; i < a->c; i++)
-        for (int64_t b = 0; b < vectors_of(a->width); b++) {
-            int64_t j = start_of(b, a->width), again = a->entries == a->room && j < b * LANES ? b * LANES - j : 0;
-            reals entry = load(a->entries + i * a->row + j), scaled = entry * first * second;
-            for (int64_t r = 0; r < again; r++) scaled[r] = entry[r]; /* scaled already, by the vector before */
-            store(a->room + i * a->width + j, scaled);
+        for (int64_t j = 0; j < a->width; j += LANES) {
+            reals entry = read_some(a->entries + i * a->row + j, 1, a->width - j, 0);
+            write_some(a->room + i * a->width + j, entry * first * second, a->width - j);
         }
     a->entries = a->room, a->row = a->width, a->exponent = k, a->has_high = a->has_low = 0;
     find_high(a), find_low(a);
@@ -155,32 +120,22 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     real fill = a->logarithms ? -INFINITE : 0;
     if (out->width == c && a->bulk.from == 1) transpose(c, from, a->bulk.to, out->room, c);
     else for (int64_t k = 0; k < c; k++)
-        widen(c, out->width, from + k * a->bulk.from, a->bulk.to, fill, out->room + k * out->width);
+        read_row(c, out->width, from + k * a->bulk.from, a->bulk.to, fill, out->room + k * out->width);
     if (!a->logarithms) return;
-    reals high = splat(-INFINITE);
-    for (int64_t k = 0; k < c; k++)
-        for (int64_t b = 0; b < vectors_of(out->width); b++) {
-            reals entry = load(out->room + k * out->width + start_of(b, out->width));
-            high = where(entry > high, entry, high);
-        }
-    real most = largest(high);
+    real most = -INFINITE;
+    for (int64_t k = 0; k < c; k++) most = largest_in(out->width, out->room + k * out->width, most);
     if (most == -INFINITE) most = 0;
     out->shift = most;
     for (int64_t k = 0; k < c; k++) {
         real *row = out->room + k * out->width;
-        int64_t last = out->width - LANES;
-        reals end = exponential_of_difference(load(row + last), most);
-        for (int64_t j = 0; j < last; j += LANES) store(row + j, exponential_of_difference(load(row + j), most));
-        store(row + last, end);
+        for (int64_t j = 0, left = out->width; left > 0; j += LANES, left -= LANES)
+            write_some(row + j, exponential_of_difference(read_some(row + j, 1, left, 0), most), left);
     }
 }
 
-/* ---------------------------------------------------------------------------------------------------------- rows */
-
-INLINE real top_of(const real *a, int64_t width) {
-    reals high = load(a + width - LANES);
-    for (int64_t j = 0; j + LANES < width; j += LANES) high = larger(high, load(a + j));
-    real top = largest(high);
+/* The largest of a row, or 0 if all are -inf. */
+INLINE real top_of(const real *a, int64_t count) {
+    real top = largest_in(count, a, -INFINITE);
     return top == -INFINITE ? 0 : top;
 }
 
@@ -190,120 +145,72 @@ INLINE real scale_to_top(int64_t k) {
     return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
 }
 
-/* Results of `weigh` for up to LANES rows. */
-typedef struct {
-    real shift[LANES];               /* max x */
-    whole least[LANES], most[LANES]; /* bits of the least and of the largest sum */
-    whole raised[LANES];             /* not 0 where an emission was raised */
-} Weighed;
+/* T = U E factor of a row into another one, for c potentials x less `top`; whether an emission was raised. */
+INLINE wholes emit_vector(reals x, real top, const real *sums, real factor, real *to) {
+    reals a = x - top;
+    store(to, load(sums) * factor * exponential(a, NO_TAIL));
+    return (a < LOG_DEEPEST) & (a > -INFINITE);
+}
+INLINE int emit(int64_t c, const real *x, real top, const real *sums, real factor, real *to) {
+    wholes raised = {0};
+    if (c < LANES) return any(emit_vector(read_some(x, 1, c, -INFINITE), top, sums, factor, to));
+    for (int64_t k = 0; k < vectors_of(c); k++) {
+        int64_t j = start_of(k, c);
+        raised |= emit_vector(load(x + j), top, sums + j, factor, to + j);
+    }
+    return any(raised);
+}
 
-/* S of up to LANES rows into `state`, from their sums U and x. `one_row`: a variant for one row alone. */
-INLINE void weigh(const int one_row, int64_t rows, int64_t width, const real *const *x, const real *sums,
-                  real *state, Weighed *out) {
-    reals high[LANES] = {0};
-    wholes low[LANES], tall[LANES];
-    UNROLL for (int r = 0; r < LANES; r++) if (!one_row) low[r] = tall[r] = (wholes){0};
-    for (int64_t r = 0; r < rows; r++) {
-        const real *row = x[r], *u = sums + r * width;
-        high[r] = load(row + width - LANES);
-        low[r] = tall[r] = (wholes)load(u + width - LANES);
-        for (int64_t j = 0; j + LANES < width; j += LANES) {
-            wholes bits = (wholes)load(u + j);
-            high[r] = larger(high[r], load(row + j));
-            low[r] = smaller_whole(low[r], bits), tall[r] = larger_whole(tall[r], bits);
-        }
+/* Bits of the largest of a row of sums, and whether one is below TRUSTED. */
+typedef struct { whole most; int small; } Range;
+INLINE Range range_of(int64_t width, const real *sums) {
+    wholes tall = (wholes)load(sums), small = tall < bits_of(TRUSTED);
+    for (int64_t k = 1; k < vectors_of(width); k++) {
+        wholes bits = (wholes)load(sums + start_of(k, width));
+        tall = __builtin_elementwise_max(tall, bits), small |= bits < bits_of(TRUSTED);
     }
-    if (one_row) {
-        real top = largest(high[0]);
-        out->shift[0] = top == -INFINITE ? 0 : top;
-        out->least[0] = lowest(low[0]), out->most[0] = highest(tall[0]);
-    } else {
-        reals top = largest_of_each(high);
-        store(out->shift, where(top == -INFINITE, (reals){0}, top));
-        wholes least = lowest_of_each(low), most = highest_of_each(tall);
-        __builtin_memcpy(out->least, &least, sizeof least);
-        __builtin_memcpy(out->most, &most, sizeof most);
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        const real *row = x[r], *u = sums + r * width;
-        real *to = state + r * width, factor = scale_to_top(exponent_of(out->most[r])), shift = out->shift[r];
-        reals a = load(row + width - LANES) - shift;
-        reals end = load(u + width - LANES) * factor * exponential(a, NO_TAIL);
-        wholes raised = (a < LOG_DEEPEST) & (a > -INFINITE);
-        for (int64_t j = 0; j + LANES < width; j += LANES) {
-            reals b = load(row + j) - shift;
-            store(to + j, load(u + j) * factor * exponential(b, NO_TAIL));
-            raised |= (b < LOG_DEEPEST) & (b > -INFINITE);
-        }
-        store(to + width - LANES, end);
-        out->raised[r] = any(raised);
-    }
+    return (Range){highest(tall), any(small)};
 }
 
 /* Whether a row of sums has to be tested by is_lossy. `raised`: the message before has a raised emission. */
-INLINE int needs_check(int raised, whole least, whole most) {
-    return raised || least < bits_of(TRUSTED) || most >= bits_of(INFINITE);
+INLINE int needs_check(int raised, Range sums) {
+    return raised || sums.small || sums.most >= bits_of(INFINITE);
 }
 
 /* Whether a row of c sums is lossy. The sums have been multiplied by the power of two `scale`; `most`: bits of the
    largest before that. The matrix's largest entry is known, its least is looked for where a sum is 0. */
-static int is_lossy(int64_t c, const real *sums, real scale, whole most, Matrix *matrix, real safe_entry) {
+static int is_lossy(int64_t c, const real *sums, real scale, whole most, Matrix *matrix) {
     if (most >= bits_of(INFINITE) || most < 0) return 1;
     if (most != 0 && most < bits_of(power_of_two(1 - BIAS))) return 1;
     real limit = least_unchanged(matrix->high);
     if (!(limit < INFINITE)) return 1;
     limit = limit * scale < INFINITE ? limit * scale : INFINITE;
-    int lost = 0, none = 0;
-    if (c < LANES) {
-        for (int64_t j = 0; j < c; j++) none |= sums[j] == 0, lost |= sums[j] != 0 && !(sums[j] >= limit);
-    } else {
-        wholes small = {0}, zero = {0};
-        for (int64_t b = 0; b < vectors_of(c); b++) {
-            reals u = load(sums + start_of(b, c));
-            wholes is_zero = u == 0;
-            zero |= is_zero, small |= ~is_zero & ~(u >= limit);
-        }
-        lost = any(small), none = any(zero);
+    wholes small = {0}, zero = {0};
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals u = read_some(sums + j, 1, c - j, INFINITE);
+        wholes is_zero = u == 0;
+        zero |= is_zero, small |= ~is_zero & ~(u >= limit);
     }
-    if (lost || !none) return lost;
+    if (any(small) || !any(zero)) return any(small);
     find_low(matrix);
-    return matrix->low < safe_entry;
+    return matrix->low < least_safe_entry();
 }
 
 /* Initial weights p0 as a linear row of sums, the largest near 2^TOP: the weights are 2^exponent e^shift times the row.
    Whether one may be lost by underflow. */
 static int start_row(int64_t c, int64_t width, const real *from, int64_t step, int logarithms, real *row,
                      int64_t *exponent, double *shift) {
-    double high = logarithms ? -__builtin_inf() : 0;
-    int bad = 0, lossy = 0;
-    for (int64_t j = 0; j < c; j++) {
-        double entry = from[j * step];
-        bad |= entry != entry;
-        high = entry > high ? entry : high;
-    }
-    if (logarithms && high == -__builtin_inf()) high = 0;
-    *shift = logarithms ? high : 0, *exponent = 0;
-    if (bad || high == __builtin_inf()) {
-        for (int64_t j = 0; j < width; j++) row[j] = 0;
-        return 1;
-    }
-    if (logarithms) {
-        for (int64_t b = 0; b < vectors_of(width); b++) {
-            int64_t j = start_of(b, width), count = c - j < LANES ? c - j : LANES;
-            reals x = load_some(from + j * step, step, count, -INFINITE);
-            reals u = exponential_of_difference(x, (real)high) * power_of_two(TOP - 1);
-            lossy |= any((u != 0) & ~(u >= TRUSTED));
-            store(row + j, u);
-        }
-        *exponent = 1 - TOP;
-        return lossy;
-    }
-    *exponent = exponent_above(high) - TOP;
+    real zero = logarithms ? -INFINITE : 0, high;
+    wholes lossy = {0};
+    read_row(c, width, from, step, zero, row);
+    high = largest_in(width, row, zero), high = high == -INFINITE ? 0 : high;
+    *shift = logarithms ? high : 0, *exponent = (logarithms ? 1 : exponent_above(high)) - TOP;
     Factors scale = factors_of(-*exponent);
-    for (int64_t j = 0; j < width; j++) {
-        double u = j < c ? (double)from[j * step] * scale.first * scale.second : 0;
-        row[j] = (real)u;
-        lossy |= j < c && from[j * step] != 0 && !(u >= (double)TRUSTED);
+    for (int64_t left = width; left > 0; row += LANES, left -= LANES) {
+        reals p = read_some(row, 1, left, zero), u = p * (real)scale.first * (real)scale.second;
+        if (logarithms) u = exponential_of_difference(p, high) * power_of_two(TOP - 1);
+        lossy |= (p != zero) & ~((u >= TRUSTED) & (u < INFINITE));
+        write_some(row, u, left);
     }
-    return lossy;
+    return any(lossy);
 }

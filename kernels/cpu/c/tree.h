@@ -65,18 +65,13 @@ static Node node_of(const Tree *t, int64_t first, int64_t last, int64_t slot) {
     return n;
 }
 
-INLINE real highest_of(int64_t count, const real *from) {
-    reals high = splat(-INFINITE);
-    for (int64_t j = 0; j < count; j += LANES) high = larger(read_some(from + j, count - j, -INFINITE), high);
-    return largest(high);
-}
 INLINE void scale(int64_t count, const real *from, real factor, real *to) {
     for (int64_t j = 0; j < count; j += LANES)
-        write_some(to + j, read_some(from + j, count - j, 0) * factor, count - j);
+        write_some(to + j, read_some(from + j, 1, count - j, 0) * factor, count - j);
 }
 INLINE int are_zero(int64_t count, const real *from) {
     wholes other = {0};
-    for (int64_t j = 0; j < count; j += LANES) other |= read_some(from + j, count - j, 0) != 0;
+    for (int64_t j = 0; j < count; j += LANES) other |= read_some(from + j, 1, count - j, 0) != 0;
     return !any(other);
 }
 
@@ -87,11 +82,11 @@ INLINE void multiply_states(const int64_t c, const real *a, int64_t a_row, int64
         multiply((Product){c, c, c, a, a_row, a_k, b, c, out, c});
         return;
     }
-    for (int64_t k = 0; k < c; k++) rows[k] = load_some(b + k * c, 1, c, 0);
+    for (int64_t k = 0; k < c; k++) rows[k] = read_some(b + k * c, 1, c, 0);
     for (int64_t r = 0; r < c; r++, out += c) {
         sum = a[r * a_row] * rows[0];
         for (int64_t k = 1; k < c; k++) sum += a[r * a_row + k * a_k] * rows[k];
-        store_some(out, sum, c);
+        write_some(out, sum, c);
     }
 }
 
@@ -99,7 +94,8 @@ INLINE void multiply_states(const int64_t c, const real *a, int64_t a_row, int64
 INLINE int write_linear(int64_t count, const real *from, real top, real exponent, real *to) {
     wholes raised = {0};
     for (int64_t j = 0; j < count; j += LANES) {
-        reals x = read_some(from + j, count - j, -INFINITE), below = x - top - exponent * LN2_HIGH - exponent * LN2_LOW;
+        reals x = read_some(from + j, 1, count - j, -INFINITE);
+        reals below = x - top - exponent * LN2_HIGH - exponent * LN2_LOW;
         reals v = exponential(where(x == -INFINITE, x, larger(splat(LOG_DEEPEST), below)), NO_TAIL);
         raised |= (v > 0) & (v < power_of_two(1 - DEEPEST));
         write_some(to + j, v * power_of_two(CENTER), count - j);
@@ -112,15 +108,15 @@ INLINE void write_leaf(const int64_t c, Tree *t, int64_t index, Node *n) {
     const Stack *a = t->a;
     const real *from = a->stack + t->set * a->stack_set + index * a->stack_step;
     if (a->stack_column != 1 || a->stack_row != c) {
-        for (int64_t r = 0; r < c; r++) gather(c, c, from + r * a->stack_row, a->stack_column, 0, t->sums + r * c);
+        for (int64_t r = 0; r < c; r++) read_row(c, c, from + r * a->stack_row, a->stack_column, 0, t->sums + r * c);
         from = t->sums;
     }
-    real top = highest_of(c * c, from);
+    real top = largest_in(c * c, from, -INFINITE);
     top = top == -INFINITE ? 0 : top, n->offset = (Sum){(double)top, 0};
     clear(c + 1, n->exponents);
     if (!write_linear(c * c, from, top, 0, n->values)) return;
     for (int64_t r = 0; r < c; r++) {
-        real high = highest_of(c, from + r * c), below = high - top;
+        real high = largest_in(c, from + r * c, -INFINITE), below = high - top;
         int is_far = !(below >= -FARTHEST / 2), is_zero = high == -INFINITE;
         real exponent = is_far ? 0 : (real)(int64_t)(below * LOG2_E);
         write_linear(c, from + r * c, top, exponent, n->values + r * c);
@@ -132,7 +128,7 @@ INLINE void write_leaf(const int64_t c, Tree *t, int64_t index, Node *n) {
 /* Scales each row of V to near 2^CENTER. */
 INLINE void scale_rows(const int64_t c, Node n) {
     for (int64_t r = 0; r < c; r++) {
-        real high = highest_of(c, n.values + r * c);
+        real high = largest_in(c, n.values + r * c, -INFINITE);
         int64_t exponent = high > 0 ? exponent_of(bits_of(high)) - CENTER : 0;
         scale(c, n.values + r * c, power_of_two(-exponent), n.values + r * c);
         n.exponents[r] = high > 0 ? n.exponents[r] + (real)exponent : IMPOSSIBLE;
@@ -147,14 +143,14 @@ INLINE const real *scale_left(const int64_t c, Tree *t, Node left, Node right) {
         const real *row = left.values + r * c;
         wholes high = (wholes){0} + 4 * (whole)IMPOSSIBLE;
         for (int64_t j = 0; j < c; j += LANES) {
-            reals v = read_some(row + j, c - j, 0), powers = read_some(right.exponents + j, c - j, 0);
+            reals v = read_some(row + j, 1, c - j, 0), powers = read_some(right.exponents + j, 1, c - j, 0);
             wholes sums = ((wholes)v >> FRACTION) + __builtin_convertvector(powers, wholes);
-            high = larger_whole(where_whole(v == 0, high, sums), high);
+            high = __builtin_elementwise_max(where_whole(v == 0, high, sums), high);
         }
         whole shift = highest(high) - (BIAS + CENTER);
         for (int64_t j = 0; j < c; j += LANES) {
-            reals v = read_some(row + j, c - j, 0);
-            wholes powers = __builtin_convertvector(read_some(right.exponents + j, c - j, 0), wholes) - shift;
+            reals v = read_some(row + j, 1, c - j, 0);
+            wholes powers = __builtin_convertvector(read_some(right.exponents + j, 1, c - j, 0), wholes) - shift;
             wholes raised = ((wholes)v >> FRACTION) + powers < BIAS + CENTER - DEEPEST;
             reals scaled = where(raised, splat(RAISED), (reals)((naturals)v + ((naturals)powers << FRACTION)));
             write_some(t->scaled + r * c + j, where(v == 0, v, scaled), c - j);
@@ -171,7 +167,7 @@ INLINE int find_products(const int64_t c, Tree *t, Node left, Node right, real *
     wholes doubtful = {0};
     multiply_states(c, scale_left(c, t, left, right), c, 1, right.values, t->sums);
     for (int64_t j = 0; j < c * c; j += LANES) {
-        reals s = read_some(t->sums + j, c * c - j, 0);
+        reals s = read_some(t->sums + j, 1, c * c - j, 0);
         doubtful |= ~((s >= limit) & (s < INFINITE)) & (s != 0), high = larger(s, high);
     }
     *most = largest(high);
@@ -180,7 +176,7 @@ INLINE int find_products(const int64_t c, Tree *t, Node left, Node right, real *
 
 /* Moves the largest exponent to base; false if one is too small for a row that is not 0. */
 INLINE int level_exponents(const int64_t c, Node n) {
-    real rise = highest_of(c, n.exponents);
+    real rise = largest_in(c, n.exponents, -INFINITE);
     int lossy = 0;
     rise = rise < -FARTHEST ? 0 : rise;
     for (int64_t r = 0; r < c; r++) {
@@ -214,9 +210,9 @@ INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node
 /* Writes G over V, or for a scale other than 0, gradients of a leaf's logarithms; w is that of prefixes, or null. */
 INLINE void write_gradient(const int64_t c, Tree *t, real *values, const real *scaled, const real *w, real scale) {
     for (int64_t j = 0, left = c * c; left > 0; j += LANES, left -= LANES) {
-        reals v = read_some(values + j, left, 0), g = read_some(t->sums + j, left, 0) * power_of_two(-CENTER);
-        if (scaled != values) g *= read_some(scaled + j, left, 0) / v;
-        if (w) g += read_some(w + j, left, 0) / v;
+        reals v = read_some(values + j, 1, left, 0), g = read_some(t->sums + j, 1, left, 0) * power_of_two(-CENTER);
+        if (scaled != values) g *= read_some(scaled + j, 1, left, 0) / v;
+        if (w) g += read_some(w + j, 1, left, 0) / v;
         write_some(values + j, where(v == 0, v, scale != 0 ? g * v * scale : g), left);
     }
 }
@@ -244,14 +240,6 @@ INLINE void write_gradients_of(const int64_t c, Tree *t, Node out, Node left, No
     (OF(2, f, c, __VA_ARGS__) : OF(3, f, c, __VA_ARGS__) : OF(4, f, c, __VA_ARGS__) : OF(5, f, c, __VA_ARGS__) \
      : OF(6, f, c, __VA_ARGS__) : OF(7, f, c, __VA_ARGS__) : OF(8, f, c, __VA_ARGS__) : f(c, __VA_ARGS__))
 
-static void start_leaf(Tree *t, int64_t index, Node *n) { OF_STATES(write_leaf, t->a->states, t, index, n); }
-static void join(Tree *t, Node left, Node right, Node *out) {
-    OF_STATES(multiply_nodes, t->a->states, t, left, right, out);
-}
-static void split(Tree *t, Node out, Node left, Node right, const real *w, real of_left, real of_right) {
-    OF_STATES(write_gradients_of, t->a->states, t, out, left, right, w, of_left, of_right);
-}
-
 /* Offset of the product of a unit, or of its matrices up to `index`, among products and their weights. */
 INLINE int64_t place_of(const Tree *t, int64_t index) {
     return (t->a->prefixes ? t->set * t->a->matrices + index : t->unit) * t->a->states * t->a->states;
@@ -266,7 +254,7 @@ static void write_product(const Tree *t, Node n, int64_t index) {
         for (int64_t j = r, left = width; left > 0; j += WIDE, left -= WIDE) {
             doubles logs = logarithm_of(read_wide(n.values + j, 1, left, 0), CENTER) + taken.error + taken.sum;
             if (a->out) write_wide(a->out + place_of(t, index) + j, logs, left);
-            else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a->products[place_of(t, index) + j + l] = logs[l];
+            else write_doubles(a->products + place_of(t, index) + j, logs, left);
         }
     }
     if (a->out) return;
@@ -277,13 +265,13 @@ static void write_product(const Tree *t, Node n, int64_t index) {
 /* The product of the matrices from `first` to before `last`. */
 static Node product_of(Tree *t, int64_t first, int64_t last, int64_t slot) {
     Node n = node_of(t, first, first + 1, slot);
-    start_leaf(t, first, &n);
+    OF_STATES(write_leaf, t->a->states, t, first, &n);
     for (int64_t middle = first + 1, end; middle < last; middle = end) {
         end = t->a->prefixes ? middle + 1 : 2 * middle - first < last ? 2 * middle - first : last;
         Node left = n, right = product_of(t, middle, end, slot + 1);
         if (t->lossy) break;
         n = node_of(t, first, end, slot);
-        join(t, left, right, &n);
+        OF_STATES(multiply_nodes, t->a->states, t, left, right, &n);
         if (t->a->prefixes && !t->a->grad) write_product(t, n, middle);
     }
     return n;
@@ -296,8 +284,9 @@ static void gradients_below(Tree *t, int64_t first, int64_t last) {
     for (int64_t middle; last - first > 1; last = middle) {
         middle = middle_of(t, first, last);
         const real *w = a->prefixes ? a->weights + place_of(t, middle - 1) : 0;
-        split(t, node_of(t, first, last, 0), node_of(t, first, middle, 0), node_of(t, middle, last, 0), w,
-              middle - first == 1 ? scale : 0, last - middle == 1 ? scale : 0);
+        Node out = node_of(t, first, last, 0), left = node_of(t, first, middle, 0), right = node_of(t, middle, last, 0);
+        real of_left = middle - first == 1 ? scale : 0, of_right = last - middle == 1 ? scale : 0;
+        OF_STATES(write_gradients_of, a->states, t, out, left, right, w, of_left, of_right);
         gradients_below(t, middle, last);
     }
 }
@@ -314,13 +303,14 @@ static void write_gradients(Tree *t, Node root) {
 /* Products of units, or gradients; how many units are lossy. */
 EXPORT int64_t EXPORTED(logchain_tree)(const Stack *a) {
     Room room = {.begin = a->room};
-    int64_t c = a->states, square = c * c * (int64_t)sizeof(real), row = (c + 1) * (int64_t)sizeof(real), lossy = 0;
+    int64_t c = a->states, square = c * c, row = c + 1, lossy = 0;
     int64_t longest = (a->matrices + a->segments - 1) / a->segments, slots = 2;
     for (int64_t size = 1; size < longest; size *= 2) slots++;
     if (a->grad) slots = longest;
-    Tree t = {.a = a, .shifts = take(&room, row), .scaled = take(&room, square), .sums = take(&room, square)};
-    t.transposed = take(&room, square), t.sources = take(&room, square);
-    t.values = take(&room, slots * square), t.exponents = take(&room, 2 * slots * row);
+    Tree t = {.a = a, .shifts = take_reals(&room, row), .scaled = take_reals(&room, square)};
+    t.sums = take_reals(&room, square), t.transposed = take_reals(&room, square);
+    t.sources = take_reals(&room, square);
+    t.values = take_reals(&room, slots * square), t.exponents = take_reals(&room, 2 * slots * row);
     for (t.unit = a->first; t.unit < a->last && a->room; t.unit++) {
         int64_t segment = t.unit % a->segments;
         t.set = t.unit / a->segments, t.lossy = 0;

@@ -79,16 +79,73 @@ INLINE reals where(wholes condition, reals a, reals b) {
 INLINE wholes where_whole(wholes condition, wholes a, wholes b) { return (condition & a) | (~condition & b); }
 INLINE reals larger(reals a, reals b) { return where(a > b, a, b); }
 INLINE reals smaller(reals a, reals b) { return where(a < b, a, b); }
-INLINE naturals larger_bits(naturals a, naturals b) { return (naturals)where_whole(a > b, (wholes)a, (wholes)b); }
-INLINE wholes larger_whole(wholes a, wholes b) { return where_whole(a > b, a, b); }
-INLINE wholes smaller_whole(wholes a, wholes b) { return where_whole(a < b, a, b); }
 INLINE reals plus(reals a, reals b) { return a + b; }
+
+/* The numbers of the lanes. */
+INLINE wholes lane_numbers(void) {
+    wholes lanes;
+    UNROLL for (int l = 0; l < LANES; l++) lanes[l] = l;
+    return lanes;
+}
 
 INLINE whole bits_of(real a) { whole bits; __builtin_memcpy(&bits, &a, sizeof a); return bits; }
 INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a); return a; }
 
 /* 2^k, for a k in the range of normal numbers. */
 INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTION); }
+
+typedef operand operands __attribute__((vector_size(LANES * sizeof(operand))));
+typedef operand masked __attribute__((ext_vector_type(LANES)));
+typedef _Bool mask __attribute__((ext_vector_type(LANES)));
+
+/* The next entries of a row, `step` apart, of which `left` remain; further lanes are `fill`. A masked load waits for
+   stores: entries whose number a compiler knows are copied. */
+INLINE reals read_some(const operand *from, int64_t step, int64_t left, real fill) {
+    operands next, some = __builtin_convertvector(splat(fill), operands);
+    mask first = __builtin_convertvector(lane_numbers() < (whole)left, mask);
+    if (step == 1 && left >= LANES) __builtin_memcpy(&next, from, sizeof next);
+    else if (step == 1 && __builtin_constant_p(left)) {
+        __builtin_memcpy(&some, from, (unsigned long)left * sizeof(operand));
+        next = some;
+    } else if (step == 1) next = (operands)__builtin_masked_load(first, from, (masked)some);
+    else {
+        for (int l = 0; l < LANES && l < left; l++) some[l] = from[l * step];
+        next = some; /* apart from `some` in memory: loads would wait for stores */
+    }
+    return __builtin_convertvector(next, reals);
+}
+/* The first `left` lanes, in parts whose sizes a compiler knows: some processors take long for masked stores. */
+INLINE void write_some(operand *to, reals a, int64_t left) {
+    operands all = __builtin_convertvector(a, operands), some = all; /* the whole vector stays in its register */
+    if (left >= LANES) __builtin_memcpy(to, &all, sizeof all);
+    else UNROLL for (int part = LANES / 2, done = 0; part > 0; part /= 2)
+        if (left & part) {
+            __builtin_memcpy(to + done, (const operand *)&some + done, (unsigned long)part * sizeof(operand));
+            done += part;
+        }
+}
+
+/* Number of vectors of a row, of which the last one overlaps the one before it, and the column of the k-th. */
+INLINE int64_t vectors_of(int64_t width) { return (width + LANES - 1) / LANES; }
+INLINE int64_t start_of(int64_t k, int64_t width) {
+    int64_t last = width < LANES ? 0 : width - LANES;
+    return k * LANES < last ? k * LANES : last;
+}
+
+/* A row of `width` entries from `count` that are `step` apart, further ones being `fill`; and entries from a row. */
+INLINE void read_row(int64_t count, int64_t width, const operand *from, int64_t step, operand fill, operand *to) {
+    for (int64_t j = 0; j < width && step == 1; j += LANES)
+        write_some(to + j, read_some(from + j, 1, count - j, fill), width - j);
+    for (int64_t j = 0; j < count && step != 1; j++) to[j] = from[j * step];
+    for (int64_t j = count; j < width && step != 1; j++) to[j] = fill;
+}
+INLINE void write_row(int64_t count, const operand *from, int64_t step, operand *to) {
+    if (step != 1) for (int64_t j = 0; j < count; j++) to[j * step] = from[j];
+    else for (int64_t j = 0; j < count; j += LANES) write_some(to + j, read_some(from + j, 1, count - j, 0), count - j);
+}
+INLINE void clear(int64_t count, operand *to) {
+    for (int64_t j = 0; j < count; j++) to[j] = 0;
+}
 
 /* Sets all lanes to the reduction by `f`, in rounds with the lanes a half, a quarter, ... of the vector away. */
 #define REDUCE(a, f)                                                     \
@@ -102,115 +159,20 @@ INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTI
 INLINE real largest(reals a) { REDUCE(a, larger); return a[0]; }
 INLINE real least(reals a) { REDUCE(a, smaller); return a[0]; }
 INLINE real total(reals a) { REDUCE(a, plus); return a[0]; }
-INLINE whole highest(wholes a) { REDUCE(a, larger_whole); return a[0]; }
-INLINE whole lowest(wholes a) { REDUCE(a, smaller_whole); return a[0]; }
+INLINE whole highest(wholes a) { return __builtin_reduce_max(a); }
+INLINE whole lowest(wholes a) { return __builtin_reduce_min(a); }
 INLINE int any(wholes a) { return __builtin_reduce_or(a) != 0; }
 
-/* Reductions of LANES vectors into the lanes of one: each round merges halves of two vectors into one. */
-#define REDUCE_EACH(name, type, f)                                       \
-    INLINE type name(type *a) {                                          \
-        UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)        \
-            UNROLL for (int k = 0; k < apart; k++) {                     \
-                type own, beside;                                        \
-                UNROLL for (int j = 0; j < LANES; j++) {                 \
-                    own[j] = a[j & apart ? k + apart : k][j];            \
-                    beside[j] = a[j & apart ? k + apart : k][j ^ apart]; \
-                }                                                        \
-                a[k] = f(own, beside);                                   \
-            }                                                            \
-        return a[0];                                                     \
-    }
-REDUCE_EACH(total_of_each, reals, plus)
-REDUCE_EACH(largest_of_each, reals, larger)
-REDUCE_EACH(highest_of_each, wholes, larger_whole)
-REDUCE_EACH(lowest_of_each, wholes, smaller_whole)
-
-/* The lower, and the upper, halves of two vectors with lanes interleaved. */
-#if BYTES * 8 / BITS == 16
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#elif BYTES * 8 / BITS == 8
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#elif BYTES * 8 / BITS == 4
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
-#else
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
-#endif
-
-/* exp(r) for |r| <= (log 2) / 2, within 0.06 (float32) or 0.001 units in the last place before rounding. */
-INLINE reals near_exponential(reals r) {
-#if BITS == 32
-    reals q = r * 0.00137512791f + 0.00836895178f;
-    q = q * r + 0.0416695387f, q = q * r + 0.166665182f, q = q * r + 0.499999886f;
-#else
-    reals q = r * 2.07977146532679341e-9 + 2.5112254608742596e-8;
-    q = q * r + 2.75576912069113884e-7, q = q * r + 2.75572341705423482e-6, q = q * r + 2.48015867702574306e-5;
-    q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
-    q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
-#endif
-    return (q * r) * r + r + 1;
+/* The totals of LANES vectors in the lanes of one: each round merges halves of two vectors into one. */
+INLINE reals total_of_each(reals *a) {
+    UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)
+        UNROLL for (int k = 0; k < apart; k++) {
+            reals own, beside;
+            UNROLL for (int j = 0; j < LANES; j++) {
+                own[j] = a[j & apart ? k + apart : k][j];
+                beside[j] = a[j & apart ? k + apart : k][j ^ apart];
+            }
+            a[k] = own + beside;
+        }
+    return a[0];
 }
-
-/* The mantissa of a positive double, in [1, 2), and its exponent. */
-INLINE double mantissa(double a, int64_t *exponent) {
-    int64_t bits, more = 0;
-    if (!(a > 0) || a == __builtin_inf()) return *exponent = 0, a;
-    if (a < 0x1p-1022) a *= 0x1p64, more = -64;
-    __builtin_memcpy(&bits, &a, 8);
-    *exponent = (bits >> 52) - 1023 + more;
-    bits = (bits & 0xfffffffffffff) | 0x3ff0000000000000;
-    __builtin_memcpy(&a, &bits, 8);
-    return a;
-}
-
-/* The natural logarithm of a positive double, within 2 units in the last place; -inf of 0, NaN of NaN. */
-INLINE double logarithm(double a) {
-    int64_t exponent;
-    double part = mantissa(a, &exponent), series = 0;
-    if (!(a > 0) || a == __builtin_inf()) return a == 0 ? -__builtin_inf() : a;
-    if (part >= 0x1.6a09e667f3bcdp0) part *= 0.5, exponent++; /* between the roots of 1/2 and of 2 */
-    double t = (part - 1) / (part + 1), square = t * t;
-    for (int k = 21; k > 1; k -= 2) series = (series + 1.0 / k) * square;
-    return (double)exponent * 0x1.62e42feep-1 + ((double)exponent * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
-}
-
-/* Natural logarithms in `real`, within 2 units in the last place; -inf of 0, NaN of what is negative or NaN. */
-#if BITS == 32
-#define ROOT_HALF 0x3f3504f3
-enum { LOG_TERMS = 9 };
-#else
-#define ROOT_HALF 0x3fe6a09e667f3bcd
-enum { LOG_TERMS = 21 };
-#endif
-INLINE reals logarithms(reals a) {
-    wholes tiny = a < power_of_two(1 - BIAS);
-    wholes bits = (wholes)where(tiny, a * power_of_two(FRACTION + 1), a), more = (bits - ROOT_HALF) >> FRACTION;
-    reals f = (reals)(bits - (more << FRACTION)), t = (f - 1) / (f + 1), square = t * t, series = {0};
-    reals k = __builtin_convertvector(more - (tiny & (whole)(FRACTION + 1)), reals);
-    UNROLL for (int j = LOG_TERMS; j > 1; j -= 2) series = (series + (real)1 / (real)j) * square;
-    reals log = k * LN2_HIGH + (k * LN2_LOW + 2 * t * (1 + series));
-    reals other = where(a == 0, splat(-INFINITE), where(a < 0, splat(__builtin_nanf("")), a));
-    return where((a > 0) & (a < INFINITE), log, other);
-}
-
-/* A compensated sum of doubles: the sum, and its rounding error. */
-typedef struct { double sum, error; } Sum;
-
-INLINE void add(Sum *to, double term) {
-    double sum = to->sum + term, back = sum - to->sum;
-    to->error += (to->sum - (sum - back)) + (term - back);
-    to->sum = sum;
-}
-
-/* Adds k log 2: k = h 2^16 + l, whose products with the first bits of log 2 are exact. */
-INLINE void add_exponent(Sum *to, int64_t k) {
-    int64_t low = k & 0xffff;
-    add(to, (double)(k - low) * 0x1.62e42feep-1);
-    add(to, (double)low * 0x1.62e42feep-1);
-    add(to, (double)k * 0x1.a39ef35793c76p-33);
-}
-
-INLINE double value_of(Sum a) { return a.sum + a.error == a.sum + a.error ? a.sum + a.error : a.sum; }

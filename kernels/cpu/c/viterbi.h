@@ -4,55 +4,40 @@
 
    All messages a of the sequences that are computed together are kept. On the way back, the state before a state j is
    the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. Both ways in one call keep
-   messages in scratch, each way in a call of its own in `messages`. */
+   messages in scratch, each way in a call of its own in `messages`.
+
+   Of the k best paths, each state has k messages, one for each rank:
+
+       t_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r
+
+   Each pair of state and rank is one path, so that no path comes twice; a rank without a path is -inf. The choices
+   h k + r are kept for the way back, and two messages. Among equals the lower choice comes first. */
 #pragma once
 #include "forward.h"
 
-/* The pass over places of a set, also that of topk.h. */
+/* The pass over places of a set. */
 typedef struct {
     Walk walk;               /* without states, scales and matrix */
     int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
     int64_t pitch;           /* places from the message of a step to that of the next */
     int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
-    real *logs, *transposed; /* (c, width): log matrix; its transpose, or one column */
-    real *messages;          /* (v, pitch, width), in topk.h (2, count, ranks, width) */
-    whole *choices;          /* (v, count, ranks, width): in topk.h */
-    real *best;              /* (2, ranks, LANES): scratch of topk.h */
-    double *start;           /* (width): sums of a first message */
+    real *logs, *transposed; /* (width, width): log matrix, padded with -inf; its transpose, or one column */
+    real *messages;          /* (v, pitch, width), or with choices (2, count, ranks, width) */
+    whole *choices;          /* (v, count, ranks, width), or null */
+    real *best;              /* (2, ranks, LANES): scratch for choices */
 } Best;
 
-/* Replaces a row of weights by logarithms; whether one is NaN or +inf. */
-static int to_logarithms(int64_t width, int logarithms_given, real *row) {
-    int64_t last = width - LANES;
-    reals end = load(row + last);
-    if (!logarithms_given) end = logarithms(end);
-    wholes bad = ~(end < INFINITE);
-    for (int64_t j = 0; j < last; j += LANES) {
-        reals logs = load(row + j);
-        if (!logarithms_given) logs = logarithms(logs);
-        bad |= ~(logs < INFINITE);
-        store(row + j, logs);
-    }
-    store(row + last, end);
-    return any(bad);
-}
-
 /* The logarithms of the matrix into a step, and their transpose where all steps have one matrix. */
-static void read_logarithms(Best *b, int64_t step) {
+static void read_log_matrix(Best *b, int64_t step) {
     const Chain *a = b->walk.a;
-    int64_t c = a->states, width = b->walk.width, index = a->one_matrix ? 0 : step - 1;
+    int64_t c = a->states, width = b->walk.width, index = b->walk.set * a->steps + (a->one_matrix ? 0 : step - 1);
     const real *from = matrix_at(&a->bulk, b->walk.set, step);
-    if (b->read == b->walk.set * a->steps + index) return;
-    b->read = b->walk.set * a->steps + index, b->unknown = 0;
-    for (int64_t k = 0; k < c; k++) {
-        real *row = b->logs + k * width;
-        widen(c, width, from + k * a->bulk.from, a->bulk.to, a->logarithms ? -INFINITE : 0, row);
-        b->unknown |= to_logarithms(width, (int)a->logarithms, row);
-    }
-    if (!a->one_matrix) return;
-    if (c >= LANES) transpose(c, b->logs, c, b->transposed, c);
-    else for (int64_t k = 0; k < c * width; k++)
-        b->transposed[k] = k % width < c ? b->logs[k % width * width + k / width] : -INFINITE;
+    if (b->read == index) return;
+    b->read = index, b->unknown = 0;
+    for (int64_t k = 0; k < c; k++)
+        b->unknown |= read_logarithms((int)a->logarithms, c, from + k * a->bulk.from, a->bulk.to, b->logs + k * width);
+    for (int64_t k = c * width; k < width * width; k++) b->logs[k] = -INFINITE;
+    if (a->one_matrix) transpose(width, b->logs, width, b->transposed, width);
 }
 
 /* The logarithms of the transitions into a state (width). */
@@ -60,53 +45,30 @@ INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
     const Chain *a = b->walk.a;
     if (a->one_matrix) return b->transposed + state * b->walk.width;
     const real *from = matrix_at(&a->bulk, b->walk.set, step) + state * a->bulk.to;
-    widen(a->states, b->walk.width, from, a->bulk.from, a->logarithms ? -INFINITE : 0, b->transposed);
-    to_logarithms(b->walk.width, (int)a->logarithms, b->transposed);
+    read_row(a->states, a->states, from, a->bulk.from, 0, b->walk.initial);
+    read_logarithms((int)a->logarithms, a->states, b->walk.initial, 1, b->transposed);
     return b->transposed;
-}
-
-/* The first message of a place, summed in float64 because p0 may be far from 1. Whether it holds NaN or +inf. */
-static int start_best(Best *b, int64_t place, real *message) {
-    const Chain *a = b->walk.a;
-    int64_t q = sequence_of(&b->walk, place), c = a->states;
-    const real *p0 = p0_at(a, q), *x = x_at(a, q, 0);
-    double *sums = b->start, high = -__builtin_inf(), top = high, most = high;
-    int bad = 0;
-    for (int64_t j = 0; j < c; j++) {
-        double weight = p0[j * a->p0.step];
-        bad |= !(x[j] < INFINITE) | !(weight < __builtin_inf()) | (!a->logarithms & (weight < 0));
-        sums[j] = a->logarithms ? weight : logarithm(weight);
-        high = sums[j] > high ? sums[j] : high;
-        top = sums[j] > -__builtin_inf() && x[j] > top ? x[j] : top;
-    }
-    high = high > -__builtin_inf() ? high : 0, top = top > -__builtin_inf() ? top : 0;
-    for (int64_t j = 0; j < c; j++) {
-        sums[j] = (sums[j] - high) + (sums[j] > -__builtin_inf() ? x[j] - top : 0);
-        most = sums[j] > most ? sums[j] : most;
-    }
-    most = most > -__builtin_inf() ? most : 0;
-    for (int64_t j = 0; j < b->walk.width; j++) message[j] = j < c ? (real)(sums[j] - most) : -INFINITE;
-    return bad;
 }
 
 /* Messages of `ranks` rows from sums and x, less their largest entry, which is in the first row. Whether x holds NaN or
    +inf. */
-INLINE int weigh_best(int64_t ranks, int64_t width, const real *x, const real *sums, real *message) {
-    real top = top_of(x, width);
+INLINE int weigh_best(int64_t ranks, const Walk *w, const real *x, const real *sums, real *message) {
+    int64_t c = w->a->states, width = w->width;
+    real top = top_of(x, c);
     reals high = splat(-INFINITE);
     wholes bad = {0};
-    for (int64_t k = 0; k < vectors_of(width); k++) {
-        int64_t j = start_of(k, width);
-        reals potential = load(x + j);
+    for (int64_t k = 0; k < vectors_of(c); k++) {
+        int64_t j = start_of(k, c);
+        reals potential = read_some(x + j, 1, c, -INFINITE);
         bad |= ~(potential < INFINITE);
         high = larger(load(sums + j) + (potential - top), high);
     }
     real most = largest(high);
     most = most > -INFINITE ? most : 0;
     for (int64_t rank = 0; rank < ranks; rank++, sums += width, message += width)
-        for (int64_t k = 0; k < vectors_of(width); k++) {
-            int64_t j = start_of(k, width);
-            store(message + j, (load(sums + j) + (load(x + j) - top)) - most);
+        for (int64_t k = 0; k < vectors_of(c); k++) {
+            int64_t j = start_of(k, c);
+            store(message + j, (load(sums + j) + (read_some(x + j, 1, c, -INFINITE) - top)) - most);
         }
     return any(bad);
 }
@@ -119,14 +81,27 @@ INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
         high = larger(b ? load(a + j) + load(b + j) : load(a + j), high);
     }
     real most = largest(high);
-    wholes lane, first;
-    UNROLL for (int l = 0; l < LANES; l++) lane[l] = l, first[l] = (whole)width;
+    wholes first = (wholes){0} + (whole)width;
     for (int64_t k = 0; k < vectors_of(width); k++) {
         int64_t j = start_of(k, width);
         reals sum = b ? load(a + j) + load(b + j) : load(a + j);
-        first = smaller_whole(where_whole(sum == most, lane + (whole)j, first), first);
+        first = __builtin_elementwise_min(where_whole(sum == most, lane_numbers() + (whole)j, first), first);
     }
     return lowest(first);
+}
+
+/* The first message of a place, from p0 relative to its largest weight. Whether it holds NaN or +inf. */
+static int start_best(Best *b, int64_t place, real *message) {
+    const Walk *w = &b->walk;
+    const Chain *a = w->a;
+    int64_t width = w->width, stop = b->ranks * width;
+    real *row = w->initial;
+    read_row(a->states, width, p0_at(a, sequence_of(w, place)), a->p0.step, a->logarithms ? -INFINITE : 0, row);
+    real top = top_of(row, width), factor = factor_to_one(top);
+    for (int64_t j = 0; j < width; j++) row[j] = a->logarithms ? row[j] - top : row[j] * factor;
+    int bad = read_logarithms((int)a->logarithms, a->states, row, 1, w->sums);
+    for (int64_t j = width; j < stop; j++) message[j] = -INFINITE;
+    return bad | weigh_best(1, w, x_at(a, sequence_of(w, place), 0), w->sums, message);
 }
 
 INLINE int64_t *path_of(const Chain *a, int64_t q, int64_t rank) {
@@ -140,73 +115,136 @@ static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) 
     return possible ? steps : 0;
 }
 
-INLINE real *best_message(const Best *b, int64_t place, int64_t step) {
-    return b->messages + (step * b->pitch + place) * b->walk.width;
+/* Of ranked paths, the messages of two steps. */
+INLINE real *best_message(const Best *b, const int ranked, int64_t place, int64_t step) {
+    return b->messages + ((ranked ? step & 1 : step) * b->pitch + place) * (ranked ? b->ranks : 1) * b->walk.width;
+}
+INLINE whole *choices_at(const Best *b, int64_t place, int64_t step) {
+    return b->choices + (step * b->walk.count + place) * b->ranks * b->walk.width;
 }
 
-static void write_leaving_best(const Best *b) {
-    const Chain *a = b->walk.a;
-    for (int64_t place = 0; place < b->walk.count; place++) {
-        int64_t q = sequence_of(&b->walk, place);
-        const real *last = best_message(b, place, steps_of(a, q) - 1);
-        for (int64_t j = 0; j < a->states; j++) a->around.leaving[q * a->states + j] = last[j];
-    }
-}
-
-static void best_forward(Best *b) {
-    Walk *w = &b->walk;
-    const Chain *a = w->a;
-    int64_t c = a->states, width = w->width, count = active(w, w->count, 0);
-    for (int64_t place = 0; place < count; place++)
-        a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, place, 0));
-    for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
-        read_logarithms(b, step);
-        for (int64_t place = 0; place < count; place += GROUP) {
-            int64_t rows = count - place < GROUP ? count - place : GROUP;
-            const real *before = best_message(b, place, step - 1), *x;
-            if (rows == 1) row_times_best(c, width, before, b->logs, width, w->sums);
-            else multiply_best((Product){rows, c, width, before, width, 1, b->logs, width, w->sums, width});
-            for (int64_t r = 0; r < rows; r++) {
-                rows_of_x(w, place + r, 1, step, &x);
-                int bad = weigh_best(1, width, x, w->sums + r * width, best_message(b, place + r, step));
-                a->lossy[sequence_of(w, place + r)] |= (uint8_t)(bad | b->unknown);
+/* The sorted ranks of LANES states: each term is inserted, and pushes down those that it exceeds. */
+static void rank_block(const Best *b, const real *before, int64_t j, real *sums, whole *choices) {
+    int64_t width = b->walk.width, ranks = b->ranks;
+    reals *best = (reals *)b->best;
+    wholes *chosen = (wholes *)(best + ranks), none = {0};
+    for (int64_t s = 0; s < ranks; s++) best[s] = splat(-INFINITE), chosen[s] = none;
+    for (int64_t h = 0; h < b->walk.a->states; h++) {
+        reals logs = load(b->logs + h * width + j);
+        for (int64_t r = 0; r < ranks; r++) { /* later ranks of a state are not larger */
+            reals term = before[r * width + h] + logs;
+            if (!any(term > best[ranks - 1])) break;
+            wholes moved = none, choice = none + (whole)(h * ranks + r);
+            for (int64_t s = r; s < ranks; s++) { /* the first r ranks are not less */
+                reals there = best[s];
+                wholes old = chosen[s];
+                moved |= term > there;
+                best[s] = where(moved, term, there), chosen[s] = where_whole(moved, choice, old);
+                term = where(moved, there, term), choice = where_whole(moved, old, choice);
             }
         }
     }
-    if (a->around.leaving) write_leaving_best(b);
+    for (int64_t s = 0; s < ranks; s++) {
+        store(sums + s * width + j, best[s]);
+        __builtin_memcpy(choices + s * width + j, chosen + s, sizeof none);
+    }
 }
 
-/* `given`: a path ends in the state that is its last entry, or where the last message is largest if that is negative. */
+/* Sums of the messages of `rows` places into a step, of one place where paths are ranked. */
+INLINE void sum_best(const Best *b, const int ranked, int64_t place, int64_t rows, int64_t step) {
+    const real *before = best_message(b, ranked, place, step - 1);
+    int64_t c = b->walk.a->states, width = b->walk.width;
+    for (int64_t k = 0; k < vectors_of(width) && ranked; k++)
+        rank_block(b, before, start_of(k, width), b->walk.sums, choices_at(b, place, step));
+    if (ranked) return;
+    if (rows == 1) row_tiles(1, UNSEEN, c, width, before, b->logs, width, b->walk.sums);
+    else multiply_best((Product){rows, c, width, before, width, 1, b->logs, width, b->walk.sums, width});
+}
+
+INLINE void forward_by(Best *b, const int ranked) {
+    Walk *w = &b->walk;
+    const Chain *a = w->a;
+    int64_t width = w->width, count = active(w, w->count, 0);
+    for (int64_t place = 0; place < count; place++)
+        a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, ranked, place, 0));
+    for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
+        read_log_matrix(b, step);
+        for (int64_t place = 0, group = ranked ? 1 : GROUP; place < count; place += group) {
+            int64_t rows = count - place < group ? count - place : group;
+            sum_best(b, ranked, place, rows, step);
+            for (int64_t r = 0; r < rows; r++) {
+                int64_t q = sequence_of(w, place + r);
+                real *sums = w->sums + r * width, *message = best_message(b, ranked, place + r, step);
+                int bad = weigh_best(ranked ? b->ranks : 1, w, x_at(a, q, step), sums, message);
+                a->lossy[q] |= (uint8_t)(bad | b->unknown);
+            }
+        }
+    }
+    for (int64_t place = 0; place < w->count && a->around.leaving; place++) {
+        int64_t q = sequence_of(w, place);
+        const real *last = best_message(b, ranked, place, steps_of(a, q) - 1);
+        for (int64_t j = 0; j < a->states; j++) a->around.leaving[q * a->states + j] = last[j];
+    }
+}
+static void best_forward(Best *b) { forward_by(b, 0); }
+static void ranks_forward(Best *b) { forward_by(b, 1); }
+
+/* `given`: a path ends in the state that is its last entry, or in the best one if that is negative. */
 static void best_backward(Best *b, int given) {
     const Walk *w = &b->walk;
     const Chain *a = w->a;
-    if (a->one_matrix && a->steps > 1) read_logarithms(b, 1);
+    if (a->one_matrix && a->steps > 1) read_log_matrix(b, 1);
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0);
-        const real *message = best_message(b, place, last);
+        const real *message = best_message(b, 0, place, last);
         int64_t state = given && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
         int possible = !a->lossy[q] && message[state] > -INFINITE;
         for (int64_t step = end_path(a, q, possible, path) - 1; step >= 0; step--) {
-            if (step < last)
-                state = lowest_best(w->width, best_message(b, place, step), column_of_logarithms(b, step + 1, state));
+            message = best_message(b, 0, place, step);
+            if (step < last) state = lowest_best(w->width, message, column_of_logarithms(b, step + 1, state));
             path[step] = state;
+        }
+    }
+}
+
+/* The `ranks` largest entries of a last message, the largest first, as choices; returns how many there are. */
+static int64_t last_choices(const Best *b, const real *message, real *values, whole *choices) {
+    int64_t count = 0;
+    for (int64_t j = 0; j < b->walk.a->states; j++)
+        for (int64_t r = 0; r < b->ranks; r++) {
+            real value = message[r * b->walk.width + j];
+            if (!(value > -INFINITE) || (count == b->ranks && !(value > values[count - 1]))) break;
+            int64_t s = count < b->ranks ? count++ : count - 1;
+            for (; s > 0 && value > values[s - 1]; s--) values[s] = values[s - 1], choices[s] = choices[s - 1];
+            values[s] = value, choices[s] = (whole)(j * b->ranks + r);
+        }
+    return count;
+}
+
+static void ranks_backward(const Best *b, int64_t place) {
+    const Chain *a = b->walk.a;
+    int64_t q = sequence_of(&b->walk, place), last = steps_of(a, q) - 1;
+    whole *chosen = (whole *)(b->best + b->ranks * LANES);
+    int64_t count = last_choices(b, best_message(b, 1, place, last), b->best, chosen);
+    for (int64_t rank = 0; rank < b->ranks; rank++) {
+        int64_t *path = path_of(a, q, rank), choice = chosen[rank];
+        for (int64_t step = end_path(a, q, rank < count && !a->lossy[q], path) - 1; step >= 0; step--) {
+            path[step] = choice / b->ranks;
+            if (step > 0) choice = choices_at(b, place, step)[choice % b->ranks * b->walk.width + path[step]];
         }
     }
 }
 
 /* `kept`: messages lie in `messages`, in the order of places. */
 static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)) {
-    int64_t width = width_of(a), size = sizeof(real), most = most_places(a, ranked ? 1 : GROUP);
+    int64_t width = width_of(a), most = most_places(a, ranked ? 1 : GROUP);
     Room room = {.begin = a->room};
     Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->paths.ranks : 1, .read = -1};
-    b.logs = take(&room, a->states * width * size);
-    b.transposed = take(&room, (a->one_matrix ? a->states : 1) * width * size);
-    b.walk.sums = take(&room, (ranked ? b.ranks : GROUP) * width * size);
-    b.walk.padded_x = take(&room, width * size);
-    b.start = take(&room, width * 8);
-    b.best = take(&room, 2 * b.ranks * LANES * size);
-    if (!kept) b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
-    if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * size);
+    b.logs = take_reals(&room, width * width), b.transposed = take_reals(&room, (a->one_matrix ? width : 1) * width);
+    b.walk.sums = take_reals(&room, (ranked ? b.ranks : GROUP) * width), b.walk.initial = take_reals(&room, width);
+    b.best = take_reals(&room, 2 * b.ranks * LANES);
+    if (!kept) b.messages = take_reals(&room, (ranked ? 2 : a->steps) * most * b.ranks * width);
+    if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * (int64_t)sizeof(whole));
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += b.walk.count) {
         enter_set(&b.walk, q, most);
@@ -218,11 +256,13 @@ static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)
 }
 
 static void best_path(Best *b) { best_forward(b), best_backward(b, 0); }
+static void best_ranks(Best *b) {
+    ranks_forward(b);
+    for (int64_t place = 0; place < b->walk.count; place++) ranks_backward(b, place);
+}
 static void given_path(Best *b) { best_backward(b, 1); }
 
 EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, 0, best_path); }
+EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return each_best(a, 1, 0, best_ranks); }
 EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, 1, best_forward); }
 EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, 1, given_path); }
-
-/* Entries of the narrowest row of messages. */
-EXPORT int64_t EXPORTED(logchain_narrowest)(void) { return LANES; }

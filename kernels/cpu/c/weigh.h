@@ -2,7 +2,8 @@
 
        S = max(U E f, floor) where U E > 0      E = exp(x - max x), raised to 2^-DEEPEST      f = 2^(TOP - k)
 
-   for sums U and max U in [1/2, 1) 2^k, so that f times a raised E is at most the floor. A row is flagged if a sum is positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
+   for sums U and max U in [1/2, 1) 2^k, so that f times a raised E is at most the floor. A row is flagged if a sum is
+   positive and below `limit`, negative, or not finite, or if an emission is not finite. Backward
 
        gradient of x = weight S B / sum S B      T = scale E B f / sum S B where S > 0; 0 if that is at most `least` */
 #pragma once
@@ -29,15 +30,6 @@ typedef struct {
     const int64_t *grad_at;
 } Weigh;
 
-/* A vector from entry j of c on; lanes beyond are `fill`, or are not stored. */
-INLINE reals vector_at(const real *row, int64_t j, int64_t c, real fill) {
-    return j + LANES <= c ? load(row + j) : load_some(row + j, 1, c - j, fill);
-}
-INLINE void put_vector(real *row, int64_t j, int64_t c, reals a) {
-    if (j + LANES <= c) store(row + j, a);
-    else store_some(row + j, a, c - j);
-}
-
 INLINE const real *x_of(const Weigh *a, int64_t q) { return a->x + a->x_at[q] + a->step * a->x_step; }
 INLINE real *state_of(const Weigh *a, int64_t q) { return a->state + a->step % a->slots * a->slot + q * a->states; }
 
@@ -48,14 +40,15 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     const real *u = a->sums + q * c;
     reals high = splat(-INFINITE);
     naturals least = (naturals){0} - 1, most = {0}, peak = {0};
-    for (int64_t j = 0; j < c; j += LANES) high = larger(high, vector_at(x, j, c, -INFINITE));
+    for (int64_t j = 0; j < c; j += LANES) high = larger(high, read_some(x + j, 1, c - j, -INFINITE));
     top = largest(high), top = top == -INFINITE ? 0 : top;
     for (int64_t j = 0; j < c; j += LANES) {
-        reals sum = vector_at(u, j, c, 0), product = sum * exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL);
+        reals sum = read_some(u + j, 1, c - j, 0), potential = read_some(x + j, 1, c - j, -INFINITE);
+        reals product = sum * exponential(potential - top, NO_TAIL);
         naturals bits = (naturals)sum - 1; /* 0 wraps around */
         least = __builtin_elementwise_min(least, bits), most = __builtin_elementwise_max(most, (naturals)sum);
         peak = __builtin_elementwise_max(peak, (naturals)product);
-        put_vector(s, j, c, product);
+        write_some(s + j, product, c - j);
     }
     natural low = __builtin_reduce_min(least), tall = __builtin_reduce_max(most), heavy = __builtin_reduce_max(peak);
     natural limit = (natural)bits_of((real)a->limit), infinite = (natural)bits_of(INFINITE); /* negative: larger */
@@ -63,8 +56,8 @@ static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     if (a->flagged[q]) return clear(c, s);
     factor = scale_to_top(exponent_of((whole)tall));
     for (int64_t j = 0; j < c; j += LANES) {
-        reals scaled = vector_at(s, j, c, 0) * factor;
-        put_vector(s, j, c, where((scaled > 0) & (scaled < floor), splat(floor), scaled));
+        reals scaled = read_some(s + j, 1, c - j, 0) * factor;
+        write_some(s + j, where((scaled > 0) & (scaled < floor), splat(floor), scaled), c - j);
     }
     a->tops[place] = top, a->powers[place] = factor;
 }
@@ -81,17 +74,18 @@ static void source_row(const Weigh *a, int64_t q, int64_t place) {
     for (int64_t begin = 0; begin < c; begin += CHUNK) {
         reals part = {0};
         for (int64_t j = begin; j < c && j < begin + CHUNK; j += LANES)
-            part += vector_at(s, j, c, 0) * vector_at(b, j, c, 0);
+            part += read_some(s + j, 1, c - j, 0) * read_some(b + j, 1, c - j, 0);
         sum += part;
     }
     double inverse = 1 / (double)total(sum);
     real share = (real)inverse, weight = (real)a->weight[q], scale = (real)(inverse * a->powers[place] * a->scale);
     a->inverse[q] = inverse;
     for (int64_t j = 0; j < c; j += LANES) {
-        reals state = vector_at(s, j, c, 0), after = vector_at(b, j, c, 0), posterior = state * after;
-        if (grad) put_vector(grad, j, c, posterior * share * weight); /* weights may be large or small */
-        reals source = exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL) * after * scale;
-        put_vector(t, j, c, a->step ? where((state > 0) & (source > (real)a->least), source, (reals){0}) : posterior);
+        reals state = read_some(s + j, 1, c - j, 0), after = read_some(b + j, 1, c - j, 0), posterior = state * after;
+        if (grad) write_some(grad + j, posterior * share * weight, c - j); /* weights may be large or small */
+        reals source = exponential(read_some(x + j, 1, c - j, -INFINITE) - top, NO_TAIL) * after * scale;
+        if (a->step) posterior = where((state > 0) & (source > (real)a->least), source, (reals){0});
+        write_some(t + j, posterior, c - j);
     }
 }
 

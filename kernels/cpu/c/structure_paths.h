@@ -1,8 +1,9 @@
-/* Best paths over bands or arcs, in logarithms, by the state before each state on the best path into it:
+/* Paths over bands or arcs. The best one in logarithms, by the state before each state on the best path into it:
 
        b_0 = log p0 + x_0      b_i(j) = max_k (b_{i-1}(k) + log P_i(k, j)) + x_i(j)      z_{i-1}(j): the lowest such k
 
-   Rows are relative to their largest entry. */
+   Rows are relative to their largest entry. Draws from the posterior go from the last state back: the state k before a
+   state j has a weight of S(k) P(k, j), of the forward messages S that logchain_exact_forward has kept. */
 #pragma once
 #include "exact.h"
 
@@ -17,13 +18,12 @@ INLINE Best better_of(Best a, Best b) {
 
 /* What leads into the states of all blocks: the largest b + log P, and from where that comes. */
 static void best_bands(const Matrix *m, const real *from, real *to, int32_t *before) {
-    wholes lane;
-    UNROLL for (int l = 0; l < LANES; l++) lane[l] = l;
     for (int64_t block = 0; block < m->blocks; block++) {
         Best best = {splat(-INFINITE), {0}};
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             int64_t k = block * LANES + m->shift[entry - m->start[block]];
-            best = better_of(best, (Best){load(from + k) + load(m->entries.m + entry * LANES), lane + (whole)k});
+            reals term = load(from + k) + load(m->entries.m + entry * LANES);
+            best = better_of(best, (Best){term, lane_numbers() + (whole)k});
         }
         Indices found = __builtin_convertvector(best.from, Indices);
         store(to + block * LANES, best.value), __builtin_memcpy(before + block * LANES, &found, sizeof found);
@@ -49,17 +49,6 @@ static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to
             to[j] = best.value[l], before[j] = k;
         }
     }
-}
-
-/* log p0 as a row; whether some entry is no finite weight. */
-static int read_log_p0(const Exact *a, const Place *place, real *to) {
-    int logs = (int)a->logarithms;
-    wholes bad = {0};
-    for (int64_t j = 0; j < a->states; j += LANES) {
-        reals p = read_some(a->p0 + place->p0 + j * a->p0_state, a->p0_state, a->states - j, logs ? -INFINITE : 0);
-        bad |= is_no_weight(p, logs) | (p == INFINITE), store(to + j, logs ? p : logarithms(p));
-    }
-    return any(bad);
 }
 
 /* Adds potentials to a row, less their largest where there is a path and less `top`, the largest entry of the row
@@ -105,7 +94,9 @@ EXPORT int64_t EXPORTED(logchain_best)(const Exact *a) {
     for (int64_t j = 0; j < width + 2 * reach; j++) rows[0][j] = rows[1][j] = -INFINITE;
     for (const Place *place = a->places + a->first; place < a->places + a->last; place++) {
         real *row = rows[0] + reach, *next = rows[1] + reach, top = 0;
-        int unknown = read_log_p0(a, place, row) | add_potentials(a->states, x_row(a, place, 0), row, &top);
+        const operand *p0 = a->p0.data + place->p0;
+        int unknown = read_logarithms((int)a->logarithms, a->states, p0, a->p0.step, row);
+        unknown |= add_potentials(a->states, x_row(a, place, 0), row, &top);
         for (int64_t step = 1; step < place->steps; step++) {
             real *last = row;
             read_matrix(a, &m, place, step);
@@ -115,6 +106,73 @@ EXPORT int64_t EXPORTED(logchain_best)(const Exact *a) {
             unknown |= m.has_nan | add_potentials(a->states, x_row(a, place, step), row, &top);
         }
         trace(a, place, unknown, row, before);
+    }
+    return 0;
+}
+
+/* The index drawn from a row of weights by a number in [0, 1): the first up to which their share is more than that. */
+static int64_t drawn_from(int64_t width, Row weights, double number) {
+    real top = top_of_row(width, weights);
+    double left = number * sum_of_split_row(width, weights, top);
+    int64_t drawn = 0;
+    for (int64_t j = 0; j < width; j += LANES) {
+        reals weight = load(weights.m + j) * power(load(weights.e + j) - top);
+        for (int l = 0; l < LANES; l++) {
+            if (!(weight[l] > 0)) continue;
+            drawn = j + l, left -= (double)weight[l];
+            if (left < 0) return drawn;
+        }
+    }
+    return drawn;
+}
+
+/* The weights S P of what leads into a state as a row, and from where, in rising order; returns the width. The pattern
+   of bands is (2, bands): offsets, and bands by falling offsets. */
+static int64_t read_sources(const Exact *a, const operand *weights, Row message, int64_t state, Row to, int32_t *from) {
+    const Graph *graph = a->pattern;
+    const int64_t *offsets = a->pattern;
+    int logs = (int)a->logarithms, bands = kind_of(a) == BANDS;
+    int64_t begin = bands ? 0 : graph->first[state], count = bands ? a->terms : graph->first[state + 1] - begin;
+    for (int64_t done = 0; done < count; done += LANES) {
+        reals weight = splat(logs ? -INFINITE : 0);
+        Split own = zero_split();
+        for (int64_t l = 0; l < LANES && done + l < count; l++) {
+            int64_t entry = bands ? offsets[a->terms + done + l] : graph->order[begin + done + l];
+            int64_t k = bands ? state - offsets[entry] : graph->source[entry];
+            if (k < 0 || k >= a->states) continue;
+            weight[l] = (real)weights[entry * (bands ? a->weights_outer : a->weights_inner) +
+                                      (bands ? state * a->weights_inner : 0)];
+            own.m[l] = message.m[k], own.e[l] = message.e[k], from[done + l] = (int32_t)k;
+        }
+        Split product = weight_split(weight, logs);
+        store_split(to, done, (Split){own.m * product.m, own.e + product.e});
+    }
+    return whole_vectors(count);
+}
+
+/* Paths (draws, n, v) by the numbers in `weight`, likewise; -1 after ends, and where log_norm is no finite number. */
+EXPORT int64_t EXPORTED(logchain_draw)(const Exact *a) {
+    Room room = {.begin = a->room};
+    int64_t width = whole_vectors(a->states), most = larger_of(width, whole_vectors(a->terms)), v = a->steps;
+    Row terms = take_row(&room, most);
+    int32_t *from = take(&room, most * 4);
+    if (!a->room) return room.bytes;
+    for (int64_t at = a->first; at < a->last; at++) {
+        const Place *place = a->places + at;
+        double log_norm = a->log_norm[place->index];
+        int64_t steps = log_norm - log_norm == 0 ? place->steps : 0;
+        for (int64_t draw = 0; draw < a->draws; draw++) {
+            int64_t begin = (draw * a->sequences + place->index) * v, *path = a->paths + begin, state = 0;
+            for (int64_t step = steps; step < v; step++) path[step] = -1;
+            for (int64_t step = steps - 1; step >= 0; step--) {
+                int64_t row = (place->index * v + step) * width, last = step + 1 == steps;
+                Row message = {a->mantissas + row, a->exponents + row};
+                const operand *weights = a->weights + place->weights + (a->one_matrix ? 0 : step) * a->weights_step;
+                int64_t count = last ? width : read_sources(a, weights, message, state, terms, from);
+                int64_t drawn = drawn_from(count, last ? message : terms, a->weight[begin + step]);
+                path[step] = state = last ? drawn : from[drawn];
+            }
+        }
     }
     return 0;
 }
