@@ -18,8 +18,9 @@ from .choice import on_cpu as on_cpu
 from .choice import use as use
 from .structured import Arcs, Factors
 
-# modules of Triton kernels
+# modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
 _ON_GPU = {name: OnDevice(name) for name in ("forward", "backward", "viterbi", "matmul", "product")}
+_DENSE = ("forward", "backward", "viterbi", "topk_paths", "sample")
 
 _NO_CONTEXT = nullcontext()
 
@@ -66,7 +67,9 @@ def module(name: str, tensor: Tensor) -> Any:
     """The module of this name for a tensor's device: what it offers is defined in `kernels.plain`."""
     if on_gpu(tensor) and name in _ON_GPU:
         return _ON_GPU[name]
-    return load(f"{'cpu' if in_c(tensor) else 'plain'}.{name}")
+    if in_c(tensor):
+        return load("cpu.dense" if name in _DENSE else f"cpu.{name}")
+    return load(f"plain.{name}")
 
 
 class ChainKernels(NamedTuple):
