@@ -6,9 +6,7 @@ A chain of a few dozen steps is computed in less time than it takes to check its
 """
 
 import ctypes
-from array import array
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..weights import Weights, check_weights
-from .arguments import Arguments, Call, function, offsets, run
+from .arguments import Arguments, Call, function, offsets, point, run
 from .library import in_large_pages
 
 _Made = TypeVar("_Made")
@@ -36,9 +34,6 @@ _MISSING = object()
 # that need more bytes have other scratch
 _rooms: list[Tensor] = []
 _ROOM = 2**20
-
-# the index of each field among the 64-bit words of the arguments; of an array with strides that of its address
-_WORD = {name: field.offset // 8 for name in dir(Arguments) if hasattr(field := getattr(Arguments, name), "offset")}
 
 
 def cached(key: Any, make: Callable[[], _Made]) -> _Made:
@@ -68,24 +63,18 @@ class Template:
         self.on_one_thread = len(self._spans) == 1
         self._calls: dict[str, tuple[Any, int]] = {}
 
-    @cached_property
-    def _words(self) -> "array[int]":
-        return array("q", bytes(self.arguments))
+    def of(self, x: Tensor, bulk: Tensor, p0: Tensor | None = None) -> Arguments:
+        """The arguments for operands; a chain that a message enters has no `p0`."""
+        a = Arguments.from_buffer_copy(self.arguments)
+        a.x.data, a.bulk.data = x.data_ptr(), bulk.data_ptr()
+        if p0 is not None:
+            a.p0.data = p0.data_ptr()
+        return a
 
-    def words(self, *operands: Tensor, **fields: Tensor | int | None) -> "array[int]":
-        """The words of the arguments for x, bulk and p0, if there is one, with numbers and tensors as fields."""
-        words = self._words[:]
-        for name, operand in zip(("x", "bulk", "p0"), operands, strict=False):
-            words[_WORD[name]] = operand.data_ptr()
-        for name, value in fields.items():
-            if value is not None:
-                words[_WORD[name]] = value.data_ptr() if isinstance(value, Tensor) else value
-        return words
-
-    def run(self, name: str, words: "array[int]") -> int:
+    def run(self, name: str, arguments: Arguments) -> int:
         """What a function of the library returns, summed over threads."""
         if not self.on_one_thread:
-            return run(Arguments.from_buffer(words), self.dtype, name, self._spans)
+            return run(arguments, self.dtype, name, self._spans)
         if name not in self._calls:
             call = function(name, self.dtype)
             self._calls[name] = call, int(call(ctypes.byref(self.arguments))) + 64
@@ -96,15 +85,15 @@ class Template:
             except IndexError:
                 size = _ROOM
         if room is None:
-            room = self._new(size, dtype=torch.uint8)
-        words[_WORD["room"]] = (room.data_ptr() + 63) // 64 * 64
-        result: int = call(ctypes.c_void_p(words.buffer_info()[0]))
+            room = in_large_pages(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        arguments.room = (room.data_ptr() + 63) // 64 * 64
+        result: int = call(ctypes.byref(arguments))
         if room.numel() == _ROOM:
             _rooms.append(room)
         return result
 
-    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return in_large_pages(torch.empty(shape, dtype=dtype or self.dtype, device="cpu"))
+    def _new(self, shape: Sequence[int]) -> Tensor:
+        return in_large_pages(torch.empty(shape, dtype=self.dtype, device="cpu"))
 
 
 def short_of(
@@ -141,8 +130,10 @@ class Short(Template):
 
     def __init__(self, strides: tuple[tuple[int, ...], ...], chain: Chain, dense: Chain) -> None:
         super().__init__(chain)
-        self._strides, self._grid, self._steps, a = strides, (chain.g, chain.m), chain.v, self.arguments
-        gradients = Call(dense)
+        v, g, m, c = self._shape = chain.v, chain.g, chain.m, chain.c
+        # messages, log-partitions and flags in one tensor of bytes
+        self._sizes = -(-v * g * m * c * chain.dtype.itemsize // 64) * 64, g * m * 8, g * m
+        self._strides, gradients, a = strides, Call(dense), self.arguments
         a.grad_bulk, a.grad_p0_real = gradients.arguments.bulk, gradients.arguments.p0
         a.out.step, a.out.at = gradients.arguments.x.step, gradients.arguments.x.at
         self._held.append(gradients.constants)
@@ -152,60 +143,81 @@ class Short(Template):
         """Whether operands have the strides that the arguments were prepared for."""
         return self._strides == (x.stride(), bulk.stride(), p0.stride())
 
-    def residuals(self, x: Tensor, keep: bool = True) -> Residuals:
+    def residuals(self, x: Tensor, keep: bool) -> Residuals:
         """Memory for what `gradients` needs: a log-partition [*B] in float64, messages if `keep`, and flags (g, m)."""
-        messages = self._new(self._steps, *self._grid, x.shape[-1]) if keep else self._new(0)
         log_norm = torch.empty(x.shape[:-2], dtype=torch.float64, device="cpu")
-        return log_norm, messages, torch.empty(self._grid, dtype=torch.bool, device="cpu")
+        messages = self._new(self._shape if keep else (0,))
+        return log_norm, messages, torch.empty(self._shape[1:3], dtype=torch.bool, device="cpu")
+
+    def joint_residuals(self) -> Tensor:
+        """The same memory as one tensor, which is faster to save."""
+        return in_large_pages(torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu"))
+
+    def parts(self, joint: Tensor, x: Tensor) -> Residuals:
+        """The residuals that lie in one tensor."""
+        messages, log_norm, lossy = joint.split(self._sizes)
+        messages = messages.view(self.dtype)[: torch.Size(self._shape).numel()].view(self._shape)
+        return log_norm.view(torch.float64).view(x.shape[:-2]), messages, lossy.view(torch.bool).view(self._shape[1:3])
 
     def value(
-        self, x: Tensor, bulk: Tensor, p0: Tensor, residuals: Residuals | None = None, *, check: bool = True
+        self, x: Tensor, bulk: Tensor, p0: Tensor, residuals: Residuals | Tensor | None = None, *, check: bool = True
     ) -> tuple[Tensor, int]:
         """The log-partition [*B] in the operands' dtype, and the count of recomputed sequences."""
-        log_norm = self._new(*x.shape[:-2])
-        total, messages, lossy = residuals or (None, None, None)
-        words = self.words(x, bulk, p0, value=log_norm, log_norm=total, messages=messages, lossy=lossy)
-        if check:
-            self._check(words, bulk, p0)
-        return log_norm, self.run("value", words)
+        log_norm = torch.empty(x.shape[:-2], dtype=self.dtype, device="cpu")
+        a = self._checked(x, bulk, p0) if check else self.of(x, bulk, p0)
+        a.value = log_norm.data_ptr()
+        if residuals is not None:
+            self._point(a, residuals)
+        return log_norm, self.run("value", a)
 
     def gradients(
-        self, x: Tensor, bulk: Tensor, p0: Tensor, residuals: Residuals, weight: Tensor, needs: tuple[bool, ...],
-        *, by_log: bool = False,
+        self, x: Tensor, bulk: Tensor, p0: Tensor, residuals: Residuals | Tensor, weight: Tensor,
+        needs: tuple[bool, ...], *, by_log: bool = False,
     ) -> list[Tensor | None]:  # fmt: skip
         """The gradients of x, bulk and p0 that are needed."""
-        total, messages, lossy = residuals
-        weight, gradients = weight.double().resolve_neg().contiguous(), self._gradients((x, bulk, p0), needs)
-        words = self.words(
-            x, bulk, p0, log_norm=total, messages=messages, lossy=lossy, weight=weight, by_log=by_log, **gradients
-        )
-        self.run("gradients", words)
-        return list(gradients.values())
+        a, weight = self.of(x, bulk, p0), weight.double().resolve_neg().contiguous()
+        a.weight, a.by_log = weight.data_ptr(), by_log
+        self._point(a, residuals)
+        gradients = self._gradients(a, (x, bulk, p0), needs)
+        self.run("gradients", a)
+        return gradients
 
     def posteriors(self, x: Tensor, bulk: Tensor, p0: Tensor, counts: bool) -> tuple[Tensor, list[Tensor | None], int]:
         """The log-partition [*B], gradients of x and, if `counts`, log bulk, and how many sequences were recomputed."""
-        log_norm, gradients = self._new(*x.shape[:-2]), self._gradients((x, bulk), (True, counts))
-        words = self.words(x, bulk, p0, value=log_norm, by_log=True, **gradients)
-        self._check(words, bulk, p0)
-        return log_norm, list(gradients.values()), self.run("posteriors", words)
+        log_norm, a = torch.empty(x.shape[:-2], dtype=self.dtype, device="cpu"), self._checked(x, bulk, p0)
+        a.value, a.by_log = log_norm.data_ptr(), True
+        gradients = self._gradients(a, (x, bulk), (True, counts))
+        return log_norm, gradients, self.run("posteriors", a)
 
     def messages(self, x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward messages [*B, v, c] and the log-partition [*B]."""
-        forward, backward, log_norm = self._new(*x.shape), self._new(*x.shape), self._new(*x.shape[:-2])
-        words = self.words(x, bulk, p0, value=log_norm, log_forward=forward, log_backward=backward)
-        self._check(words, bulk, p0)
-        self.run("messages", words)
+        forward, backward = self._new(x.shape), self._new(x.shape)
+        log_norm, a = torch.empty(x.shape[:-2], dtype=self.dtype, device="cpu"), self._checked(x, bulk, p0)
+        a.value, a.log_forward, a.log_backward = log_norm.data_ptr(), forward.data_ptr(), backward.data_ptr()
+        self.run("messages", a)
         return forward, backward, log_norm
 
-    def _check(self, words: "array[int]", bulk: Tensor, p0: Tensor) -> None:
-        """Raise for a negative weight in p0, or in a matrix that serves all steps."""
-        if self._has_negative is not None and self._has_negative(ctypes.c_void_p(words.buffer_info()[0])):
+    def _checked(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Arguments:
+        """The arguments; raises for a negative weight in p0, or in a matrix that serves all steps."""
+        a = self.of(x, bulk, p0)
+        if self._has_negative is not None and self._has_negative(ctypes.byref(a)):
             check_weights(Weights("bulk", bulk), Weights("p0", p0))
+        return a
 
-    def _gradients(self, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> dict[str, Tensor | None]:
-        """Memory for the gradients that are needed, by the fields that point to it."""
-        of_each = zip(("grad_x", "grad_bulk", "grad_p0_real"), operands, needs, strict=False)
-        return {name: self._new(*operand.shape) if need else None for name, operand, need in of_each}
+    def _point(self, a: Arguments, residuals: Residuals | Tensor) -> None:
+        if isinstance(residuals, Tensor):
+            a.messages.data = at = residuals.data_ptr()
+            a.log_norm, a.lossy = at + self._sizes[0], at + self._sizes[0] + self._sizes[1]
+        else:
+            a.log_norm, a.messages.data, a.lossy = (part.data_ptr() for part in residuals)
+
+    def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        """Memory for the gradients that are needed; the arguments point to it then."""
+        gradients = [self._new(one.shape) if need else None for one, need in zip(operands, needs, strict=False)]
+        for name, gradient in zip(("grad_x", "grad_bulk", "grad_p0_real"), gradients, strict=False):
+            if gradient is not None:
+                point(a, name, gradient)
+        return gradients
 
 
 class Stretch(Template):
@@ -245,12 +257,18 @@ class Stretch(Template):
         """
         message, total, error = (part.contiguous() for part in carried)
         leaving = torch.empty_like(message), torch.empty_like(total), torch.empty_like(error)
-        order = None if ends is None else torch.argsort(ends, dim=1, descending=True, stable=True)
+        a = self.of(x, bulk, p0)
+        before = a.around
+        before.entering_double, before.entering_log_norm = message.data_ptr(), total.data_ptr()
+        before.entering_error, before.leaving = error.data_ptr(), leaving[0].data_ptr()
+        a.log_norm, before.log_norm_error = leaving[1].data_ptr(), leaving[2].data_ptr()
         if shares is not None:
-            in_large_pages(shares)
-        words = self.words(
-            x, bulk, p0=p0, ends=ends, order=order, messages=messages, lossy=recomputed, filtered=shares, value=value,
-            entering_double=message, entering_log_norm=total, entering_error=error,
-            leaving=leaving[0], log_norm=leaving[1], log_norm_error=leaving[2],
-        )  # fmt: skip
-        return leaving, self.run(self._name, words)
+            a.filtered = in_large_pages(shares).data_ptr()
+        if value is not None:
+            a.value = value.data_ptr()
+        if messages is not None and recomputed is not None:
+            a.messages.data, a.lossy = messages.data_ptr(), recomputed.data_ptr()
+        if ends is not None:
+            order = torch.argsort(ends, dim=1, descending=True, stable=True)
+            a.ends, a.order = ends.data_ptr(), order.data_ptr()
+        return leaving, self.run(self._name, a)

@@ -231,7 +231,7 @@ def test_arcs_that_change_are_arranged_again():
     check("cpu", chain)
     chain.pattern.target[:] = 1
     check("cpu", chain)
-    check("cpu", replace(chain, pattern=chain.pattern._replace(target=torch.tensor([0, 0]))))
+    check("cpu", replace(chain, pattern=replace(chain.pattern, target=torch.tensor([0, 0]))))
 
 
 def test_exponents_of_long_chains_of_bands():
