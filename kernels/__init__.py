@@ -84,12 +84,6 @@ def chain_kernels(tensor: Tensor) -> ChainKernels:
     return ChainKernels(module("forward", tensor).forward, module("backward", tensor).backward)
 
 
-def new_messages(chain: Any, steps: int) -> Tensor:
-    """Memory for the messages of `steps` steps of a chain (steps, g, m, c), zeros where the chain is shorter."""
-    messages = messages_of(chain, steps)
-    return messages if chain.v == steps else messages.zero_()
-
-
 def messages_of(chain: Any, steps: int) -> Tensor:
     """Uninitialized memory for so many messages of a chain (steps, g, m, c), or for those of packed rows (rows, c)."""
     shape = (steps, chain.g, chain.m, chain.c) if chain.starts is None else chain.x.shape
