@@ -30,6 +30,9 @@ _templates: dict[Any, Any] = {}
 _MOST = 1024
 _MISSING = object()
 
+# the fields that point to the gradients of x, bulk and p0
+_GRADIENTS = "grad_x", "grad_bulk", "grad_p0_real"
+
 # scratch that calls use again: a call takes one from the list, so that no other thread has it, and puts it back; calls
 # that need more bytes have other scratch
 _rooms: list[Tensor] = []
@@ -58,7 +61,10 @@ class Template:
 
     def __init__(self, chain: Chain, *, entered: bool = False) -> None:
         call = Call(chain, entered=entered)
-        self.arguments, self.dtype, self._held = call.arguments, chain.dtype, [call.constants]
+        # what is written for each state is contiguous [*B, v, c]
+        places = offsets((chain.g * chain.m,), (chain.v * chain.c,))
+        call.arguments.out.step, call.arguments.out.at = chain.c, places.data_ptr()
+        self.arguments, self.dtype, self._held = call.arguments, chain.dtype, (call.constants, places)
         self._spans, self.arguments.last = call.spans(), chain.g * chain.m
         self.on_one_thread = len(self._spans) == 1
         self._calls: dict[str, tuple[Any, int]] = {}
@@ -75,10 +81,11 @@ class Template:
         """What a function of the library returns, summed over threads."""
         if not self.on_one_thread:
             return run(arguments, self.dtype, name, self._spans)
-        if name not in self._calls:
+        prepared, room = self._calls.get(name), None
+        if prepared is None:
             call = function(name, self.dtype)
-            self._calls[name] = call, int(call(ctypes.byref(self.arguments))) + 64
-        (call, size), room = self._calls[name], None
+            self._calls[name] = prepared = call, int(call(ctypes.byref(self.arguments))) + 64
+        call, size = prepared
         if size <= _ROOM:
             try:
                 room = _rooms.pop()
@@ -133,10 +140,9 @@ class Short(Template):
         v, g, m, c = self._shape = chain.v, chain.g, chain.m, chain.c
         # messages, log-partitions and flags in one tensor of bytes
         self._sizes = -(-v * g * m * c * chain.dtype.itemsize // 64) * 64, g * m * 8, g * m
-        self._strides, gradients, a = strides, Call(dense), self.arguments
-        a.grad_bulk, a.grad_p0_real = gradients.arguments.bulk, gradients.arguments.p0
-        a.out.step, a.out.at = gradients.arguments.x.step, gradients.arguments.x.at
-        self._held.append(gradients.constants)
+        self._strides, self._gradients_call = strides, Call(dense)
+        self.arguments.grad_bulk = self._gradients_call.arguments.bulk
+        self.arguments.grad_p0_real = self._gradients_call.arguments.p0
         self._has_negative = None if chain.log_params else function("has_negative", chain.dtype)
 
     def fits(self, x: Tensor, bulk: Tensor, p0: Tensor) -> bool:
@@ -213,10 +219,11 @@ class Short(Template):
 
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
         """Memory for the gradients that are needed; the arguments point to it then."""
-        gradients = [self._new(one.shape) if need else None for one, need in zip(operands, needs, strict=False)]
-        for name, gradient in zip(("grad_x", "grad_bulk", "grad_p0_real"), gradients, strict=False):
-            if gradient is not None:
-                point(a, name, gradient)
+        gradients: list[Tensor | None] = [None] * len(operands)
+        for i, operand in enumerate(operands):
+            if needs[i]:
+                gradients[i] = gradient = in_large_pages(torch.empty(operand.shape, dtype=self.dtype, device="cpu"))
+                point(a, _GRADIENTS[i], gradient)
         return gradients
 
 
@@ -230,10 +237,7 @@ class Stretch(Template):
 
     def __init__(self, chain: Chain, *, entered: bool) -> None:
         super().__init__(chain, entered=entered)
-        places = offsets((chain.g * chain.m,), (chain.v * chain.c,))
-        self._name, out = "stretch" if entered else "value", self.arguments.out
-        out.step, out.at = chain.c, places.data_ptr()
-        self._held.append({"out.at": places})
+        self._name = "stretch" if entered else "value"
 
     def forward(
         self,
