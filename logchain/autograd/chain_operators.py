@@ -75,7 +75,9 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
         saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
     else:
         steps = chain.v if operands.packed else x.shape[-2]
-        memory = kernels.new_messages(chain, steps) if keep else None
+        memory = kernels.messages_of(chain, steps) if keep else None
+        if memory is not None and chain.v < steps:
+            memory[chain.v :] = 0.0
         options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
         kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
         report_chains(kept.recomputed)

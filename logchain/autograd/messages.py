@@ -59,7 +59,7 @@ def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_p
 def _in_place(operands: Operands) -> Messages:
     layout, chain = chain_of(*operands.dense, operands.packed)
     forward, backward = (chain.new(*chain.x.shape) for _ in range(2))
-    return forward, backward, layout.batched(kernels.load("cpu.messages").messages(chain, forward, backward))
+    return forward, backward, layout.batched(kernels.load("cpu.dense").messages(chain, forward, backward))
 
 
 def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:
