@@ -9,7 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,15 +49,9 @@ class _Slices(ctypes.Structure):
 
 
 class _Graph(ctypes.Structure):
-    """`Graph` of c/entries.h: arcs in slices by target and by source."""
+    """`Graph` of c/entries.h: arcs in slices by target and by source, and the arrays that it points to."""
 
     _fields_ = [("into", _Slices), ("out", _Slices), *fields("*first *order *source")]
-
-
-class _Arranged(NamedTuple):
-    """Arcs in slices, and the arrays that these point to."""
-
-    graph: _Graph
     arrays: tuple[NDArray[Any], ...]
 
 
@@ -210,7 +204,7 @@ class _Call(Pointing):
         self.point(places=table, x=x, weights=parameter, p0=p0)
         self._work = self.n * chain.v * self.entries
         if isinstance(chain.pattern, Arcs):
-            graph = _arranged(chain.pattern, chain.c, self._lanes).graph
+            graph = _graph(chain.pattern, chain.c, self._lanes)
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
         else:
             offsets, terms = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"), len(chain.pattern)
@@ -253,7 +247,7 @@ class _Call(Pointing):
 # ------------------------------------------------------------------------------------------------------------- slices
 
 
-def _arranged(arcs: Arcs, c: int, size: int) -> _Arranged:
+def _graph(arcs: Arcs, c: int, size: int) -> _Graph:
     """The arcs in slices of `size` rows, computed once."""
     if (c, size) not in arcs.arranged:
         source, target = arcs.source.numpy(), arcs.target.numpy()
@@ -261,9 +255,9 @@ def _arranged(arcs: Arcs, c: int, size: int) -> _Arranged:
         into, arrays_in = _slices(target, source, order, c, size)
         out, arrays_out = _slices(source, target, np.arange(len(source)), c, size)
         by_target = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=c))]), order, source
-        graph = _Graph(into, out, *(array.ctypes.data for array in by_target))
-        arcs.arranged[c, size] = _Arranged(graph, arrays_in + arrays_out + by_target)
-    arranged: _Arranged = arcs.arranged[c, size]
+        arcs.arranged[c, size] = graph = _Graph(into, out, *(array.ctypes.data for array in by_target))
+        graph.arrays = arrays_in + arrays_out + by_target
+    arranged: _Graph = arcs.arranged[c, size]
     return arranged
 
 
