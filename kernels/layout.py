@@ -62,7 +62,8 @@ class Layout(NamedTuple):
 
     def steps_first(self, x: Tensor) -> Tensor:
         """A view of x [*B, v, c] as (v, *lead, c); a chain without batch axes gets one."""
-        return _moved(x.movedim(-2, 0), self.order, 1) if self.batch else x.unsqueeze(1)
+        last = len(self.batch)
+        return x.permute(last, *self.order, last + 1) if self.batch else x.unsqueeze(1)
 
     def weights(self, p0: Tensor) -> Tensor:
         """A view of p0 [*B or ones, c], of which axes may be missing, as (*lead or ones, c)."""
@@ -78,8 +79,9 @@ class Layout(NamedTuple):
         """A view of bulk [*B or ones, s, c, c], of which axes may be missing, as (s, *own, c, c)."""
         lead = bulk.dim() - 3
         own = [axis - (len(self.batch) - lead) for axis in self.own]
-        bulk = bulk.squeeze(tuple(axis for axis in range(lead) if axis not in own))
-        return bulk.movedim(len(own), 0)
+        shared = tuple(axis for axis in range(lead) if axis not in own)
+        bulk = bulk.squeeze(shared) if shared else bulk
+        return bulk.movedim(len(own), 0) if own else bulk
 
     @property
     def _sets(self) -> "Layout":
