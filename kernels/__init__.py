@@ -18,8 +18,9 @@ from .choice import on_cpu as on_cpu
 from .choice import use as use
 from .structured import Arcs, Factors
 
-# modules of Triton kernels
+# modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
 _ON_GPU = {name: OnDevice(name) for name in ("forward", "backward", "viterbi", "matmul", "product")}
+_DENSE = ("forward", "backward", "viterbi", "topk_paths", "sample")
 
 _NO_CONTEXT = nullcontext()
 
@@ -66,7 +67,9 @@ def module(name: str, tensor: Tensor) -> Any:
     """The module of this name for a tensor's device: what it offers is defined in `kernels.plain`."""
     if on_gpu(tensor) and name in _ON_GPU:
         return _ON_GPU[name]
-    return load(f"{'cpu' if in_c(tensor) else 'plain'}.{name}")
+    if in_c(tensor):
+        return load("cpu.dense" if name in _DENSE else f"cpu.{name}")
+    return load(f"plain.{name}")
 
 
 class ChainKernels(NamedTuple):
@@ -79,12 +82,6 @@ class ChainKernels(NamedTuple):
 def chain_kernels(tensor: Tensor) -> ChainKernels:
     """`forward` and `backward` of a chain for a tensor's device."""
     return ChainKernels(module("forward", tensor).forward, module("backward", tensor).backward)
-
-
-def new_messages(chain: Any, steps: int) -> Tensor:
-    """Memory for the messages of `steps` steps of a chain (steps, g, m, c), zeros where the chain is shorter."""
-    messages = messages_of(chain, steps)
-    return messages if chain.v == steps else messages.zero_()
 
 
 def messages_of(chain: Any, steps: int) -> Tensor:

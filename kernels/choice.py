@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-_CHOICES, _DEVICES = ("auto", "triton", "plain"), ("cuda", "cpu")
-
 # modules of Triton's errors, and texts of its RuntimeErrors, that come before a launch: no result has been written
 _ERRORS = ("triton.compiler.errors", "triton.runtime.errors")
 _TEXTS = ("PassManager::run failed", "Failed to find C compiler", "0 active drivers", "Cannot find ptxas")
 
 
 class _State(NamedTuple):
-    choice: str
-    failure: str  # why "auto" computes with torch operations; "" while it computes with Triton
+    cuda: str = "auto"
+    cpu: str = "auto"
+    failure: str = ""  # why "auto" computes with torch operations on a GPU; "" while it computes with Triton
 
 
-_state, _on_cpu, _lock = _State("auto", ""), "auto", Lock()
+_state, _lock = _State(), Lock()
 
 
 class use:
@@ -58,34 +57,34 @@ class use:
     """
 
     def __init__(self, choice: str, device: str = "cuda") -> None:
-        if choice not in _CHOICES:
+        if choice not in ("auto", "triton", "plain"):
             raise ValueError(f'choice: expected "auto", "triton" or "plain", got {choice!r}; pass one of these')
-        if device not in _DEVICES:
+        if device not in ("cuda", "cpu"):
             raise ValueError(f'device: expected "cuda" or "cpu", got {device!r}; pass one of these')
-        self._former = _state, _on_cpu
-        self._chosen = (_State(choice, ""), _on_cpu) if device == "cuda" else (_state, choice)
-        _set(*self._chosen)
+        self._former = _state
+        self._chosen = _State(choice, _state.cpu) if device == "cuda" else _state._replace(cpu=choice)
+        _set(self._chosen)
 
     def __enter__(self) -> None:
-        _set(*self._chosen)
+        _set(self._chosen)
 
     def __exit__(self, *_: object) -> None:
-        _set(*self._former)
+        _set(self._former)
 
 
-def _set(state: _State, on_cpu: str) -> None:
-    global _state, _on_cpu
-    _state, _on_cpu = state, on_cpu
+def _set(state: _State) -> None:
+    global _state
+    _state = state
 
 
 def is_triton() -> bool:
     """Whether Triton kernels are chosen, and none has failed to compile."""
-    return _state.choice != "plain" and not _state.failure
+    return _state.cuda != "plain" and not _state.failure
 
 
 def on_cpu() -> str:
     """What computes with tensors on a CPU: "auto", "triton" or "plain", see `use`."""
-    return _on_cpu
+    return _state.cpu
 
 
 def check_forward_choice(former: str, grad: Tensor) -> None:
@@ -93,9 +92,9 @@ def check_forward_choice(former: str, grad: Tensor) -> None:
 
     `former`: what `on_cpu` returned in its forward pass.
     """
-    if former != _on_cpu and grad.is_cpu:
+    if former != _state.cpu and grad.is_cpu:
         expected = f"expected kernels.use({former!r}, device='cpu') as in the forward pass"
-        raise RuntimeError(f"backward: {expected}, got {_on_cpu!r}; call both inside the same context")
+        raise RuntimeError(f"backward: {expected}, got {_state.cpu!r}; call both inside the same context")
 
 
 @cache
@@ -119,7 +118,7 @@ def _call(module: str, function: str, *args: Any, **options: Any) -> Any:
         try:
             return getattr(load(f"gpu.{module}"), function)(*args, **options)
         except Exception as error:
-            if _state.choice == "triton" or not _precedes_launch(error):
+            if _state.cuda == "triton" or not _precedes_launch(error):
                 raise
             _warn_once(error)
             if options.get("inplace") and not isinstance(error, ImportError):
@@ -141,10 +140,10 @@ def _precedes_launch(error: Exception) -> bool:
 def _warn_once(error: Exception) -> None:
     """With "auto", compute with torch operations from now on, and warn if that is new."""
     with _lock:
-        if _state != _State("auto", ""):
+        if _state.cuda != "auto" or _state.failure:
             return
-        state = _State("auto", _reason(error))
-        _set(state, _on_cpu)
+        state = _state._replace(failure=_reason(error))
+        _set(state)
     remedy = "install Triton 3.5 or later, then call" if isinstance(error, ImportError) else "to try again, call"
     effect = "torch operations compute on the GPU from now on"
     advice = f'{remedy} logchain.kernels.use("auto"); use("plain") avoids this warning'

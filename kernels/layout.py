@@ -52,36 +52,28 @@ class Layout(NamedTuple):
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """A tensor [*B or ones, *rest] as (g, m, *rest)."""
-        count = len(self.batch)
-        rest = tensor.shape[count:]
-        order = (*self.order, *range(count, tensor.dim()))
-        return tensor.expand((*self.batch, *rest)).permute(order).reshape(*self.grid, *rest)
+        rest = tensor.shape[len(self.batch) :]
+        return _moved(tensor.expand((*self.batch, *rest)), self.order).reshape(*self.grid, *rest)
 
     def batched(self, tensor: Tensor) -> Tensor:
         """A tensor (g, m, *rest) as [*B, *rest], a view where it can be one."""
-        count, rest = len(self.batch), tensor.shape[2:]
-        grid = tensor.reshape((*(self.batch[axis] for axis in self.order), *rest))
-        return grid.permute((*self.back, *range(count, count + len(rest))))
+        lead = tuple(self.batch[axis] for axis in self.order)
+        return _moved(tensor.reshape(lead + tensor.shape[2:]), self.back)
 
     def steps_first(self, x: Tensor) -> Tensor:
         """A view of x [*B, v, c] as (v, *lead, c); a chain without batch axes gets one."""
         last = len(self.batch)
-        view = x.permute(last, *self.order, last + 1)
-        return view if self.batch else view.unsqueeze(1)
+        return x.permute(last, *self.order, last + 1) if self.batch else x.unsqueeze(1)
 
     def weights(self, p0: Tensor) -> Tensor:
         """A view of p0 [*B or ones, c], of which axes may be missing, as (*lead or ones, c)."""
         if not self.batch:
             return p0.unsqueeze(0)
-        padded = p0[(None,) * (len(self.batch) + 1 - p0.dim())]
-        return padded.permute(*self.order, len(self.batch))
+        return _moved(p0[(None,) * (len(self.batch) + 1 - p0.dim())], self.order)
 
     def states(self, values: Tensor) -> Tensor:
         """A view of values (..., *lead, c) of states as [..., *B, c]."""
-        if not self.batch:
-            return values.squeeze(-2)
-        first = values.dim() - 1 - len(self.batch)
-        return values.permute(*range(first), *(first + axis for axis in self.back), values.dim() - 1)
+        return _moved(values, self.back, values.dim() - 1 - len(self.batch)) if self.batch else values.squeeze(-2)
 
     def matrices(self, bulk: Tensor) -> Tensor:
         """A view of bulk [*B or ones, s, c, c], of which axes may be missing, as (s, *own, c, c)."""
@@ -91,24 +83,25 @@ class Layout(NamedTuple):
         bulk = bulk.squeeze(shared) if shared else bulk
         return bulk.movedim(len(own), 0) if own else bulk
 
+    @property
+    def _sets(self) -> "Layout":
+        """The layout of sets alone, of one member each."""
+        return Layout(tuple(size if axis in self.own else 1 for axis, size in enumerate(self.batch)), self.own)
+
     def parameter(self, tensor: Tensor) -> Tensor:
         """A parameter [*B or ones, s, *own] as (s, g or 1, *own), a view where all or no sets have their own."""
-        count = len(self.batch)
-        tensor = tensor.movedim(count, 0)
-        rest = tensor.shape[count + 1 :]
-        if all(size == 1 for size in tensor.shape[1 : count + 1]):
-            return tensor.reshape(len(tensor), 1, *rest)
-        tensor = tensor.permute(0, *(1 + axis for axis in self.order), *range(count + 1, tensor.dim()))
-        tensor = tensor.expand(-1, *(self.batch[axis] for axis in self.own), *tensor.shape[len(self.own) + 1 :])
-        return tensor.reshape(len(tensor), self.grid[0], *rest)
+        if all(size == 1 for size in tensor.shape[: len(self.batch)]):
+            return tensor.reshape(tensor.shape[len(self.batch) :]).unsqueeze(1)
+        return self._sets.grouped(tensor)[:, 0].transpose(0, 1)
 
     def as_parameter(self, counts: Tensor, shape: Sequence[int]) -> Tensor:
         """Sums (s, g or 1, *own) over sets in the shape [*B or ones, s, *own] of a parameter, contiguous."""
-        count = len(self.batch)
         if counts.shape[1] == 1:
             return counts.reshape(shape)
-        sizes = [self.batch[axis] for axis in self.own] + [1] * (count - len(self.own))
-        counts = counts.view(len(counts), *sizes, *counts.shape[2:])
-        counts = counts.permute(*(1 + axis for axis in self.back), 0, *range(count + 1, counts.dim()))
-        axes = [axis for axis in range(count) if shape[axis] == 1 and counts.shape[axis] > 1]
-        return (counts.sum(axes, keepdim=True) if axes else counts).contiguous()
+        return self._sets.batched(counts.transpose(0, 1)[:, None]).sum_to_size(shape).contiguous()
+
+
+def _moved(tensor: Tensor, order: Sequence[int], first: int = 0) -> Tensor:
+    """A view whose axes from `first` on lie in another order."""
+    last = range(first + len(order), tensor.dim())
+    return tensor.permute((*range(first), *(first + axis for axis in order), *last))

@@ -4,7 +4,7 @@
 order of the batch, and operands are read in place: one that sequences share has stride 0 along their axis.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -55,14 +55,19 @@ class Factors(NamedTuple):
     diagonal: bool = False
 
 
-class Arcs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Arcs:
     """The transitions that are not zero, each from a source to a target: int64 (arcs), sorted by source, then target.
 
-    No pair occurs twice.
+    No pair occurs twice. `arranged` holds what kernels compute of the arcs once.
     """
 
     source: Tensor
     target: Tensor
+    arranged: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has addresses of its memory
+        return Arcs, (self.source, self.target)
 
 
 @dataclass(frozen=True)

@@ -21,24 +21,23 @@ class Weights(NamedTuple):
 
     def first_negative(self) -> list[int] | None:
         """The place of an entry below 0 that is read, the first along all axes but the longest."""
-        values, read = self.values.detach(), self.read
+        values = self.values.detach()
         if values.numel() == 0:
             return None
-        if read is not None:
-            read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+        read = torch.ones((), dtype=torch.bool, device=values.device) if self.read is None else self.read
+        read = read.view(*read.shape, *(1,) * (values.dim() - read.dim()))
         for axis, stride in enumerate(values.stride()):
             if stride == 0:  # the same entries again
-                values, read = values.narrow(axis, 0, 1), read if read is None else read.any(axis, keepdim=True)
+                values, read = values.narrow(axis, 0, 1), read.any(axis, keepdim=True)
         longest = max(range(values.dim()), key=lambda axis: values.shape[axis])
         size = max(1, _COMPARED * values.shape[longest] // values.numel())
-        for start in range(0, values.shape[longest], size):
-            length = min(size, values.shape[longest] - start)
-            below = values.narrow(longest, start, length) < 0
-            if read is not None:
-                below &= read.narrow(longest, start, length)
+        parts = zip(values.split(size, longest), read.expand(values.shape).split(size, longest), strict=True)
+        for i, (part, mask) in enumerate(parts):
+            below = (part < 0) & mask
             if below.any():
-                place = torch.unravel_index(below.flatten().to(torch.uint8).argmax(), below.shape)
-                return [int(index) + start * (axis == longest) for axis, index in enumerate(place)]
+                place: list[int] = below.nonzero()[0].tolist()
+                place[longest] += i * size
+                return place
         return None
 
 

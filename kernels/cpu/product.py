@@ -59,7 +59,7 @@ def prefixes(stack: Tensor, out: Tensor) -> int:
 def prefixes_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
     """Write the gradients (g, s, c, c) of `sum(weight * prefixes)`."""
     matrices = _matrices(stack)
-    lossy = _run_gradients(weight, matrices, into, prefixes=1)
+    lossy = _run(matrices, prefixes=1, weights=weight, grad=into)
     _recompute(lossy, plain.prefixes_gradient, weight, matrices, into)
 
 
@@ -98,21 +98,18 @@ def _gradients(weight: Tensor, stack: Tensor, into: Tensor) -> Tensor:
     """Write gradients of products; which stacks are lossy."""
     segments = _segments(stack)
     if segments == 1:
-        return _run_gradients(weight, stack, into)
+        return _run(stack, weights=weight, grad=into)
     products, _, lossy = _segment_products(stack, segments)
     weights = torch.zeros_like(products)
-    lossy |= _run_gradients(weight.double(), products, weights)
-    return lossy | _run_gradients(weights.to(stack.dtype), stack, into, segments=segments)
-
-
-def _run_gradients(weight: Tensor, stack: Tensor, into: Tensor, *, segments: int = 1, prefixes: int = 0) -> Tensor:
-    weight, factor = near_one(weight.contiguous())
-    scale = torch.tensor(factor, dtype=torch.float64, device="cpu")
-    return _run(stack, segments=segments, prefixes=prefixes, weights=weight, scale=scale, grad=into)
+    lossy |= _run(products, weights=weight.double(), grad=weights)
+    return lossy | _run(stack, segments=segments, weights=weights.to(stack.dtype), grad=into)
 
 
 def _run(stack: Tensor, *, segments: int = 1, prefixes: int = 0, **tensors: Tensor) -> Tensor:
     """Run the library, with pointers to contiguous tensors; which stacks are lossy, or single matrices."""
+    if "weights" in tensors:
+        weights, factor = near_one(tensors["weights"].contiguous())
+        tensors.update(weights=weights, scale=torch.tensor(factor, dtype=torch.float64, device="cpu"))
     g, s, c, _ = stack.shape
     lossy = torch.ones(g, segments, dtype=torch.bool, device="cpu")
     if s > 1:

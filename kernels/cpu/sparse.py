@@ -7,19 +7,20 @@ structure: where float64 is not enough, functions here return None.
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..structured import Arcs, Gradients, Structured, Walk, places
 from .arguments import Pointing, fields, function, run, shared
 from .library import in_large_pages
+
+_Result = TypeVar("_Result")
 
 # arcs in a row of a slice; a state with more has several rows
 _LONGEST_ROW = 64
@@ -48,20 +49,18 @@ class _Slices(ctypes.Structure):
 
 
 class _Graph(ctypes.Structure):
-    """Arcs in slices by target and by source."""
+    """`Graph` of c/entries.h: arcs in slices by target and by source, and the arrays that it points to."""
 
     _fields_ = [("into", _Slices), ("out", _Slices), *fields("*first *order *source")]
-
-
-class _Arranged(NamedTuple):
-    """Arcs in slices, and the arrays that these point to."""
-
-    graph: _Graph
     arrays: tuple[NDArray[Any], ...]
 
 
-# by `source` of the arcs: `target`, versions of both, and how they are arranged
-_arranged: WeakIdKeyDictionary = WeakIdKeyDictionary()
+def _or_wider(function: Callable[..., _Result | None], chain: Structured, *arguments: Any) -> _Result | None:
+    """What a function returns for a chain, or else for the chain in float64."""
+    result = function(chain, *arguments)
+    if result is None and chain.dtype != torch.float64:
+        result = function(replace(chain, dtype=torch.float64), *arguments)
+    return result
 
 
 def forward(chain: Structured, keep: bool) -> Walk | None:
@@ -69,48 +68,56 @@ def forward(chain: Structured, keep: bool) -> Walk | None:
 
     None: there are exponents beyond 2^53 that matter.
     """
+    return _or_wider(_forward, chain, keep)
+
+
+def _forward(chain: Structured, keep: bool) -> Walk | None:
     call = _Call(chain)
-    n, v = call.n, chain.v
     kept: tuple[Tensor, ...] = ()
-    log_norm = torch.empty(n, dtype=torch.float64, device="cpu")
+    log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
     if keep:
-        kept = call.kept(v, chain.dtype), call.kept(v, chain.dtype), torch.empty(n, v, dtype=torch.float64)
+        kept = call.numbers(), call.numbers(), torch.empty(call.n, chain.v, dtype=torch.float64, device="cpu")
         call.point(mantissas=kept[0], exponents=kept[1], taken=kept[2])
     call.point(log_norm=log_norm)
-    if call.run("exact_forward", call.spans()):
-        return None if chain.dtype == torch.float64 else forward(replace(chain, dtype=torch.float64), keep)
-    log_norm = log_norm.view(chain.batch)
-    return Walk(log_norm, kept, torch.zeros_like(log_norm, dtype=torch.bool))
+    inexact = call.run("exact_forward", call.spans())
+    return None if inexact else Walk(log_norm, kept, torch.zeros_like(log_norm, dtype=torch.bool))
 
 
 def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients | None:
     """The gradients of `sum(weight * log_norm)` with respect to x, the parameter and p0, where `needs` says so.
 
-    None: the walk is in logarithms, or there are exponents beyond 2^53 that matter.
+    None: there are exponents beyond 2^53 that matter.
     """
-    if len(walk.kept) == 1:
+
+    def of(wide: Structured) -> list[Tensor | None] | None:
+        messages = walk if walk.kept[0].dtype == wide.dtype else _forward(wide, True)
+        return None if messages is None else _backward(wide, messages, weight, needs)
+
+    gradients = _or_wider(of, replace(chain, dtype=walk.kept[0].dtype))
+    if gradients is None:
         return None
-    if walk.kept[0].dtype != chain.dtype:
-        return _in_float64(chain, walk, weight, needs)
+    x, values, p0 = (None if gradient is None else gradient.to(chain.dtype) for gradient in gradients)
+    return Gradients(x, None if values is None else (values,), p0)
+
+
+def _backward(
+    chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]
+) -> list[Tensor | None] | None:
     call, (parameter,) = _Call(chain), chain.parameters
-    n, c = call.n, chain.c
-    call.point(mantissas=walk.kept[0], exponents=walk.kept[1], taken=walk.kept[2])
-    call.point(log_norm=walk.log_norm.contiguous())
+    mantissas, exponents, taken = walk.kept
+    call.point(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=walk.log_norm.contiguous())
     call.point(weight=weight.double().expand(chain.batch).resolve_neg().contiguous())
     grad_x = in_large_pages(torch.empty(chain.x.shape, dtype=chain.dtype, device="cpu")) if needs[0] else None
-    grad_p0 = torch.empty(n, c, dtype=torch.float64, device="cpu") if needs[2] else None
+    grad_p0 = torch.empty(*chain.batch, chain.c, dtype=torch.float64, device="cpu") if needs[2] else None
     call.point(grad_x=grad_x, grad_p0=grad_p0)
     counted = needs[1] and parameter.numel() > 0
     # copies of gradients of each step take no more memory than the messages
-    most = None if call.one else max(1, n * c // max(1, call.entries))
+    most = None if call.one else max(1, call.n * chain.c // max(1, call.entries))
     spans = call.spans(whole_sets=counted, most=most)
-    counts = call.sums(len(spans)) if counted else []
-    if call.run("exact_backward", spans, "counts" if call.one else "grad_weights", counts):
-        return None if chain.dtype == torch.float64 else _in_float64(chain, None, weight, needs)
-    weights = counts[0] if counts else torch.zeros(parameter.shape)
-    if grad_p0 is not None:
-        grad_p0 = grad_p0.view(*chain.batch, c).sum_to_size(chain.p0.shape)
-    return _rounded(Gradients(grad_x, (weights,) if needs[1] else None, grad_p0), chain.dtype)
+    counts = call.sums(len(spans) if counted else 1)
+    if call.run("exact_backward", spans, "counts" if call.one else "grad_weights", counts if counted else []):
+        return None
+    return [grad_x, counts[0] if needs[1] else None, None if grad_p0 is None else grad_p0.sum_to_size(chain.p0.shape)]
 
 
 def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -132,12 +139,14 @@ def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
 
     They are in float64 if float32 is not enough. None: there are exponents beyond 2^53 that matter.
     """
+    return _or_wider(_filtered, chain)
+
+
+def _filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
     call, log_norm = _Call(chain), torch.empty(chain.batch, dtype=torch.float64, device="cpu")
     states = torch.empty(chain.x.shape, dtype=chain.dtype, device="cpu")
     call.point(filtered=states, log_norm=log_norm)
-    if call.run("exact_forward", call.spans()):
-        return None if chain.dtype == torch.float64 else filtered(replace(chain, dtype=torch.float64))
-    return states, log_norm
+    return None if call.run("exact_forward", call.spans()) else (states, log_norm)
 
 
 def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
@@ -148,13 +157,11 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
     walk = forward(chain, True)
     if walk is None:
         return None
-    call, states = _Call(replace(chain, dtype=walk.kept[0].dtype)), torch.empty(numbers.shape, dtype=torch.int64)
-    if not isinstance(chain.pattern, Arcs):
-        offsets = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu")
-        call.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
+    mantissas, exponents, _ = walk.kept
+    call, states = _Call(replace(chain, dtype=mantissas.dtype)), torch.empty(numbers.shape, dtype=torch.int64)
     call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
-    call.point(mantissas=walk.kept[0], exponents=walk.kept[1], log_norm=walk.log_norm.contiguous())
-    call.point(weight=numbers.contiguous(), paths=states)
+    call.point(mantissas=mantissas, exponents=exponents, log_norm=walk.log_norm, weight=numbers.contiguous())
+    call.point(paths=states)
     call.run("draw", call.spans())
     return states
 
@@ -168,28 +175,11 @@ def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     return states, log_norm.isnan()
 
 
-def _rounded(gradients: Gradients, dtype: torch.dtype) -> Gradients:
-    x, p0 = (None if one is None else one.to(dtype) for one in (gradients.x, gradients.p0))
-    parameters = gradients.parameters
-    return Gradients(x, None if parameters is None else tuple(one.to(dtype) for one in parameters), p0)
-
-
-def _in_float64(
-    chain: Structured, walk: Walk | None, weight: Tensor, needs: tuple[bool, bool, bool]
-) -> Gradients | None:
-    """The gradients of a chain in float32, computed in float64 from the `walk` there, or None."""
-    wide = replace(chain, dtype=torch.float64)
-    walk = walk or forward(wide, True)
-    gradients = None if walk is None else backward(wide, walk, weight, needs)
-    return None if gradients is None else _rounded(gradients, chain.dtype)
-
-
 class _Call(Pointing):
     """The arguments of a chain with one parameter, with the tensors that they point to.
 
     Attributes:
         n: the number of sequences.
-        dtype: that of the arithmetic, and of the parameter here.
         one: whether all steps share the parameter.
         entries: the entries of the parameter of a step.
     """
@@ -197,37 +187,35 @@ class _Call(Pointing):
     def __init__(self, chain: Structured) -> None:
         (parameter,), batch = chain.parameters, chain.batch
         # the memory of a negative view holds other numbers
-        x, self.parameter, p0 = (one.to(chain.dtype).resolve_neg() for one in (chain.x, parameter, chain.p0))
+        x, parameter, p0 = (one.to(chain.dtype).resolve_neg() for one in (chain.x, parameter, chain.p0))
         x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
-        self.chain, self.dtype, self.n = chain, chain.dtype, batch.numel()
-        self._held = {"parameter": self.parameter}
+        self._parameter, self._chain, self.n = parameter, chain, batch.numel()
+        self._lanes = int(function("lanes", chain.dtype)())
         own, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
-        self.one, self.entries = steps == 1, math.prod(entries)
-        self._sets = own.numel()
+        self._sets, self.one, self.entries = own.numel(), steps == 1, math.prod(entries)
         self._set_of = set_of = torch.arange(self._sets, device="cpu").view(own).expand(batch).flatten()
-        order = torch.argsort(set_of, stable=True)
         ends = torch.full((self.n,), chain.v) if chain.ends is None else chain.ends.expand(batch).flatten()
-        at = (places(one, batch) for one in (x, p0, self.parameter))
-        table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)[order].contiguous()
+        at = (places(one, batch) for one in (x, p0, parameter))
+        table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)
+        table, self._held = table[torch.argsort(set_of, stable=True)].contiguous(), {}
         self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one, by_log=chain.by_log)
-        self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1))
-        self.set(weights_step=self.parameter.stride(len(batch)), weights_inner=self.parameter.stride(-1))
-        self.set(counts_step=self.entries)
-        self.point(places=table, x=x, weights=self.parameter, p0=p0)
+        self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1), counts_step=self.entries)
+        self.set(weights_step=parameter.stride(len(batch)), weights_inner=parameter.stride(-1))
+        self.point(places=table, x=x, weights=parameter, p0=p0)
+        self._work = self.n * chain.v * self.entries
         if isinstance(chain.pattern, Arcs):
-            arranged = _arrange(chain.pattern, chain.c, int(function("lanes", chain.dtype)()))
-            self._held["arranged"] = arranged
-            self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(arranged.graph))
-            self._work = self.n * chain.v * self.entries
+            graph = _graph(chain.pattern, chain.c, self._lanes)
+            self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
         else:
-            self.point(pattern=torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"))
-            self.set(kind=_BANDS, terms=len(chain.pattern), weights_outer=self.parameter.stride(-2))
-            self._work = self.n * chain.v * chain.c * (len(chain.pattern) + 4) * _COST
+            offsets, terms = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"), len(chain.pattern)
+            self.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
+            self.set(kind=_BANDS, terms=terms, weights_outer=parameter.stride(-2))
+            self._work = self.n * chain.v * chain.c * (terms + 4) * _COST
 
-    def kept(self, v: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a number of each state, in whole vectors."""
-        lanes = int(function("lanes", dtype)())
-        return in_large_pages(torch.empty(self.n, v, -(-self.chain.c // lanes) * lanes, dtype=dtype, device="cpu"))
+    def numbers(self) -> Tensor:
+        """Memory for a number of each state of each variable, in whole vectors."""
+        size = -(-self._chain.c // self._lanes) * self._lanes
+        return in_large_pages(torch.empty(self.n, self._chain.v, size, dtype=self._chain.dtype, device="cpu"))
 
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The first place of each thread and the one after its last.
@@ -244,36 +232,32 @@ class _Call(Pointing):
 
         They are in float64 where all steps share the parameter.
         """
-        dtype, copies = torch.float64 if self.one else self.dtype, threads if self._sets == 1 else 1
-        return [torch.zeros(self.parameter.shape, dtype=dtype, device="cpu") for _ in range(copies)]
+        dtype, copies = torch.float64 if self.one else self._chain.dtype, threads if self._sets == 1 else 1
+        return [torch.zeros(self._parameter.shape, dtype=dtype, device="cpu") for _ in range(copies)]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], field: str = "", sums: Sequence[Tensor] = ()) -> int:
         """The sum of what a function returns for spans of places, a thread for each; `sums` add up in the first."""
         each = [{field: sums[i % len(sums)]} for i in range(len(spans))] if sums else ()
-        found = run(self.arguments, self.dtype, name, spans, each)
+        count = run(self.arguments, self._chain.dtype, name, spans, each)
         for more in sums[1:]:
             sums[0].add_(more)
-        return found
+        return count
 
 
 # ------------------------------------------------------------------------------------------------------------- slices
 
 
-def _arrange(arcs: Arcs, c: int, size: int) -> _Arranged:
-    """The arcs in slices of `size` rows, found once for tensors that stay the same."""
-    versions = arcs.source._version, arcs.target._version, c, size
-    known = _arranged.get(arcs.source)
-    if known is not None and known[0] is arcs.target and known[1] == versions:
-        arranged: _Arranged = known[2]
-        return arranged
-    source, target = (end.contiguous().numpy() for end in arcs)
-    order = _sorted_by(target)
-    into, arrays_in = _slices(target, source, order, c, size)
-    out, arrays_out = _slices(source, target, np.arange(len(source)), c, size)
-    by_target = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=c))]), order, source
-    graph = _Graph(into, out, *(array.ctypes.data for array in by_target))
-    arranged = _Arranged(graph, arrays_in + arrays_out + by_target)
-    _arranged[arcs.source] = arcs.target, versions, arranged
+def _graph(arcs: Arcs, c: int, size: int) -> _Graph:
+    """The arcs in slices of `size` rows, computed once."""
+    if (c, size) not in arcs.arranged:
+        source, target = arcs.source.numpy(), arcs.target.numpy()
+        order = _sorted_by(target)
+        into, arrays_in = _slices(target, source, order, c, size)
+        out, arrays_out = _slices(source, target, np.arange(len(source)), c, size)
+        by_target = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=c))]), order, source
+        arcs.arranged[c, size] = graph = _Graph(into, out, *(array.ctypes.data for array in by_target))
+        graph.arrays = arrays_in + arrays_out + by_target
+    arranged: _Graph = arcs.arranged[c, size]
     return arranged
 
 

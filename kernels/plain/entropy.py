@@ -37,7 +37,7 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
         parts = [_by_counts(_part(relative, index)) for index in indices]
         value, underflows = (torch.cat(part).view(p.g, p.m) for part in zip(*parts, strict=True))
         return value, underflows
-    log_norm, mean, recomputed = load("cpu.entropy").means(relative)
+    log_norm, mean, recomputed = load("cpu.dense").means(relative)
     value, underflows = _finished(relative, log_norm, mean, recomputed)
     # a log-partition of -inf may be due to underflow where the mean is NaN
     missing, wide, together = mean.isnan().view(-1).nonzero()[:, 0], p.dtype == torch.float64, p.g == 1

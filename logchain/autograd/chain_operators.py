@@ -60,8 +60,8 @@ def _forward(
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments, warm_up)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
-        log_norm, messages, recomputed = short.apart(x, bulk, p0, keep)
-        report_chains(recomputed)
+        log_norm, messages, recomputed = residuals = short.residuals(x, keep)
+        report_chains(short.value(x, bulk, p0, residuals, check=False)[1])
         return Saved(log_norm, messages, messages.new_empty(0), recomputed)
     return forward(Operands(x, Dense(bulk), p0, lengths, log_params), keep, Schedule(segments, warm_up))
 
@@ -75,7 +75,9 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
         saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
     else:
         steps = chain.v if operands.packed else x.shape[-2]
-        memory = kernels.new_messages(chain, steps) if keep else None
+        memory = kernels.messages_of(chain, steps) if keep else None
+        if memory is not None and chain.v < steps:
+            memory[chain.v :] = 0.0
         options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
         kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
         report_chains(kept.recomputed)
@@ -96,18 +98,17 @@ def short_of(
     bulk: Tensor,
     p0: Tensor,
     log_params: bool,
-    keep: bool = False,
     wanted: Callable[..., bool] = _go_together,
 ) -> Any:
-    """The `kernels.cpu.short.Short` of operands on a CPU, which answers in one call of C; None for all others.
+    """The `kernels.cpu.template.Short` of operands on a CPU, which answers in one call of C; None for all others.
 
     `wanted` checks the operands and says whether to take a `Short`; it is called once for all chains of the same
-    shapes, strides, dtypes, `log_params` and `keep`.
+    shapes, strides, dtypes and `log_params`.
     """
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
-        return kernels.load("cpu.short").short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
+        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, wanted, chain_of)
     except (AttributeError, RuntimeError):  # an operand that is no dense tensor
         check_chain(x, bulk, p0)
         raise

@@ -88,7 +88,7 @@ def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: 
     if keep:
         value = apply(LogPartition, _Short(short, log_params), x, bulk, p0)
         return value
-    value, _, recomputed = short.value(x, bulk, p0, False)
+    value, recomputed = short.value(x, bulk, p0)
     report_chains(recomputed)
     return value
 
@@ -185,9 +185,10 @@ class _Short(NamedTuple):
     log_params: bool
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value, saved, recomputed = self.short.value(*operands, True)
+        residuals = self.short.joint_residuals()
+        value, recomputed = self.short.value(*operands, residuals)
         report_chains(recomputed)
-        return value, (saved,)
+        return value, (residuals,)
 
     def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
         if self.short.fits(*operands):

@@ -52,14 +52,14 @@ def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_p
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     first, last = layout.steps_first(forward), layout.steps_first(backward)
     first[chain.v :] = last[chain.v :] = -torch.inf
-    log_norm.copy_(layout.batched(kernels.load("cpu.messages").messages(chain, first[: chain.v], last[: chain.v])))
+    log_norm.copy_(layout.batched(kernels.load("cpu.dense").messages(chain, first[: chain.v], last[: chain.v])))
     return forward, backward, log_norm
 
 
 def _in_place(operands: Operands) -> Messages:
     layout, chain = chain_of(*operands.dense, operands.packed)
     forward, backward = (chain.new(*chain.x.shape) for _ in range(2))
-    return forward, backward, layout.batched(kernels.load("cpu.messages").messages(chain, forward, backward))
+    return forward, backward, layout.batched(kernels.load("cpu.dense").messages(chain, forward, backward))
 
 
 def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:

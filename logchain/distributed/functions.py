@@ -131,7 +131,7 @@ def viterbi(
 
     def scan(chain: Chain, entering: Tensor | None) -> Tensor:
         nonlocal messages
-        viterbi = kernels.load("cpu.viterbi" if kernels.in_c(x) else "plain.viterbi")
+        viterbi = kernels.load("cpu.dense" if kernels.in_c(x) else "plain.viterbi")
         messages = viterbi.Messages(chain, None if entering is None else entering.contiguous())
         leaving: Tensor = messages.leaving.masked_fill(messages.unknown[..., None], torch.nan)
         return leaving

@@ -16,10 +16,10 @@ from .piece import Piece, selected
 
 
 def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, entered: bool = True) -> Any:
-    """The `kernels.cpu.stretch.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
+    """The `kernels.cpu.template.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
     layout = Layout.of(x, bulk)
     chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, log_params, x.dtype)
-    return kernels.load("cpu.stretch").Stretch(chain, entered=entered)
+    return kernels.load("cpu.template").Stretch(chain, entered=entered)
 
 
 def in_place(x: Tensor, bulk: Tensor) -> bool:

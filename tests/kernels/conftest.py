@@ -2,7 +2,7 @@
 
 import pytest
 
-from logchain.kernels.cpu import arguments, library, sparse
+from logchain.kernels.cpu import arguments, library
 
 # a machine computes at its level and at all below
 LEVELS = [level for level in ("aarch64", "x86_64_v2", "x86_64_v3", "x86_64_v4") if level[:3] == library.level()[:3]]
@@ -13,7 +13,6 @@ LEVELS = [level for level in LEVELS if level <= library.level()]
 def level(request, monkeypatch):
     """The level whose loops compute in the test."""
     monkeypatch.setattr(library, "level", lambda: request.param)
-    for forget in (arguments.function.cache_clear, sparse._arranged.clear):
-        forget()
-        request.addfinalizer(forget)
+    arguments.function.cache_clear()
+    request.addfinalizer(arguments.function.cache_clear)
     return request.param

@@ -162,7 +162,7 @@ def operands(chain: Structured) -> Operands:
     elif isinstance(pattern, Arcs):
         structure = object.__new__(Sparse)  # a graph may be without arcs here
         structure.parameters, structure.states = chain.parameters, chain.c
-        structure._graph = _Graph(torch.stack(pattern), chain.c)
+        structure._graph = _Graph(torch.stack([pattern.source, pattern.target]), chain.c)
     else:
         structure = Banded(chain.parameters[0], pattern)
     return Operands(chain.x, structure, chain.p0, chain.ends, chain.log_params)

@@ -24,7 +24,7 @@ LENGTHS = [12, 1, 7, 2, 12, 3]
 
 
 def room(name, question):
-    return importlib.import_module(f"logchain.kernels.{name}.{question}")
+    return importlib.import_module(f"logchain.kernels.{name}.{'dense' if name == 'cpu' else question}")
 
 
 def arranged(chain, lengths=None):

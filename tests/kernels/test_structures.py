@@ -223,14 +223,6 @@ def test_long_chains_of_arcs():
         torch.testing.assert_close(gradients.parameters[0].sum() * 0.25, torch.tensor(v - 1.0))
 
 
-def test_arcs_that_change_are_arranged_again():
-    chain = draw(structures.arcs(2, [(0, 1), (1, 0)]), (1,), v=3)
-    check("cpu", chain)
-    chain.pattern.target[:] = 1
-    check("cpu", chain)
-    check("cpu", replace(chain, pattern=chain.pattern._replace(target=torch.tensor([0, 0]))))
-
-
 def test_exponents_of_long_chains_of_bands():
     """Independent states whose weights differ by millions of nats on the way, and by nothing in the end."""
     v = 100_000

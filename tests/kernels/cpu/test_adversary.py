@@ -13,8 +13,7 @@ import torch
 import logchain
 from logchain import reference
 from logchain.kernels import messages_of
-from logchain.kernels.cpu.backward import backward
-from logchain.kernels.cpu.forward import forward
+from logchain.kernels.cpu.dense import backward, forward
 from logchain.kernels.message import Message
 from logchain.operands import chain_of
 from tests.backends import on
