@@ -136,7 +136,7 @@ def draw(
     return Chain(sparse(x, -INF), tuple(parameters), p0, kind, lengths, log)
 
 
-def given(kind: Kind, parameters: list, x: list, p0: list[float], dtype: torch.dtype = F32) -> Chain:
+def single(kind: Kind, parameters: list, x: list, p0: list[float], dtype: torch.dtype = F32) -> Chain:
     """One sequence, under one matrix or one for each step."""
     tensors = (torch.tensor(one, dtype=dtype)[None] for one in parameters)
     return Chain(torch.tensor(x, dtype=dtype)[None], tuple(tensors), torch.tensor(p0, dtype=dtype)[None], kind)
@@ -219,15 +219,15 @@ def truth(chain: Chain, *weights: Tensor) -> tuple[np.ndarray, list[list[Tensor]
     p0 = chain.p0.double() if chain.log_params else chain.p0.double().log()
     operands = (one.detach().numpy() for one in (chain.x.double(), matrices, p0))
     lengths = None if chain.lengths is None else chain.lengths.numpy()
-    found, gradients = reference.marginals(*operands, log_params=True, lengths=lengths), []
+    computed, gradients = reference.marginals(*operands, log_params=True, lengths=lengths), []
     for weight in weights:
         factor = weight.numpy()[..., None, None]
-        states, counts = factor * found.states, sum_to(factor[..., None] * found.transitions, matrices.shape)
+        states, counts = factor * computed.states, sum_to(factor[..., None] * computed.transitions, matrices.shape)
         upstream = torch.from_numpy(np.ascontiguousarray(counts))
         used = torch.autograd.grad(matrices, leaves, upstream, retain_graph=True)
         first = torch.from_numpy(sum_to(states[..., 0, :], chain.p0.shape))
         gradients.append([torch.from_numpy(states), *used, first])
-    return np.asarray(found.log_norm), gradients
+    return np.asarray(computed.log_norm), gradients
 
 
 def possible(chain: Chain) -> Chain:
@@ -255,15 +255,15 @@ def check(backend: str, chain: Chain, near: float | None = None) -> Results:
     """Results are as near the truth as `near`, and exactly 0 where they have to be."""
     weight, v, dtype = weights_of(chain), chain.x.shape[-2], chain.x.dtype
     with poisoned_memory():
-        found = results(backend, chain, weight)
+        computed = results(backend, chain, weight)
     # the reference subtracts logarithms as large as these
     largest = max(float(one.double().nan_to_num(0, 0, 0).abs().max()) for one in chain.operands if one.numel())
     near = (near or nearness(chain)) + 8 * v * largest * 2.0**-53
     log_norm, (wanted, sizes) = truth(chain, weight, weight.abs())
     _, (reached,) = truth(possible(chain), weight.abs())
-    assert found.log_norm.dtype == dtype
-    assert_values(found.log_norm, log_norm, near + ulp(log_norm, dtype))
-    for one, want, size, reach, operand in zip(found.gradients, wanted, sizes, reached, chain.operands, strict=True):
+    assert computed.log_norm.dtype == dtype
+    assert_values(computed.log_norm, log_norm, near + ulp(log_norm, dtype))
+    for one, want, size, reach, operand in zip(computed.gradients, wanted, sizes, reached, chain.operands, strict=True):
         assert one.shape == operand.shape and one.dtype == dtype
         # products of factors flush what is small compared with the largest
         most = float(size.max()) if size.numel() else 0.0
@@ -274,4 +274,4 @@ def check(backend: str, chain: Chain, near: float | None = None) -> Results:
         expected = torch.where(zero, 0.0, want / entry).to(dtype).double()  # infinite beyond the dtype
         off = (one.double() - expected).abs() * entry
         assert (zero | (one == expected) | (off <= allowed)).all(), f"{(off / allowed).nan_to_num(0).max()}"
-    return found
+    return computed

@@ -29,8 +29,8 @@ def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level)
             chain, dense = with_dense(kind, v=6, steps=steps, dtype=dtype, scale=scale)
             lengths = chain.lengths.numpy()
             wanted = reference.forward_backward(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
-            found, near = chain.call(logchain.forward_backward), 1e-13 * (1 + scale)
-            for one, other in zip(found, wanted, strict=True):
+            computed, near = chain.call(logchain.forward_backward), 1e-13 * (1 + scale)
+            for one, other in zip(computed, wanted, strict=True):
                 rounding = 1e-15 if dtype == F64 else 2.0**-24
                 torch.testing.assert_close(one.double(), torch.from_numpy(np.asarray(other)), rtol=rounding, atol=near)
             states, log_norm = chain.call(logchain.filtered)
@@ -50,9 +50,9 @@ def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
         drawn = chain.call(logchain.sample, count, generator=torch.Generator().manual_seed(0))
         assert ((drawn == -1) == (torch.arange(4) >= ends) | torch.from_numpy(wanted.log_norm == -INF)[..., None]).all()
         for step in range(4):
-            found = torch.nn.functional.one_hot(drawn[..., step] + 1, chain.kind.c + 1)[..., 1:].double().mean(0)
+            computed = torch.nn.functional.one_hot(drawn[..., step] + 1, chain.kind.c + 1)[..., 1:].double().mean(0)
             truth = torch.from_numpy(np.asarray(wanted.states[..., step, :]))
-            torch.testing.assert_close(found, truth, rtol=0, atol=0.04)
+            torch.testing.assert_close(computed, truth, rtol=0, atol=0.04)
         logs = dense[1].expand(2, 3, 3, chain.kind.c, chain.kind.c)
         before, after = drawn[..., :-1].clamp(min=0), drawn[..., 1:].clamp(min=0)
         sets, members, step = (torch.arange(size) for size in (2, 3, 3))
@@ -71,8 +71,8 @@ def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):
             operand.round_()
         dense = [one.round().numpy() for one in dense]
         wanted = reference.viterbi(*dense, log_params=True, lengths=chain.lengths.numpy())
-        found = chain.call(logchain.viterbi)
-        assert not found.score.isnan().any() and (found.states == torch.from_numpy(wanted.states)).all()
+        computed = chain.call(logchain.viterbi)
+        assert not computed.score.isnan().any() and (computed.states == torch.from_numpy(wanted.states)).all()
 
 
 @DTYPES
@@ -84,9 +84,9 @@ def test_no_path_is_known_where_a_number_is_infinite_or_none(name, dtype):
         for operand in (chain.x[:, 4], chain.parameters[0][:, 3], chain.p0):
             operand, restored = operand.flatten(1), operand.flatten(1)[:, 0].clone()
             operand[1, 0] = number
-            found, score = chain.call(logchain.viterbi)
-            assert score.isnan().tolist() == [False, True, False, False] and (found[1] == -1).all()
-            assert torch.equal(found[2:], states[2:])
+            computed, score = chain.call(logchain.viterbi)
+            assert score.isnan().tolist() == [False, True, False, False] and (computed[1] == -1).all()
+            assert torch.equal(computed[2:], states[2:])
             operand[:, 0] = restored
     chain.parameters[0][0, 0] = -1.0
     assert chain.call(logchain.viterbi).score.isnan().tolist() == [True, False, False, False]

@@ -10,7 +10,7 @@ from logchain.kernels.cpu import arguments, team
 from logchain.memory import peak_bytes
 from logchain.transitions import Sparse
 from tests.kernels import structures
-from tests.kernels.structures import F32, F64, INF, KINDS, check, draw, given, hub, results
+from tests.kernels.structures import F32, F64, INF, KINDS, check, draw, hub, results, single
 from tests.layouts import STRANGE, relaid
 
 NAN = float("nan")
@@ -53,8 +53,8 @@ def test_sizes_beyond_what_loops_take_at_a_time(kind, options, near):
     banded = len(kind.sizes[0]) == 2 and not kind.is_product
     for backend in ("cpu", "plain") if banded else ("cpu",):
         for log in (False, True):
-            found = check(backend, draw(kind, (2, 3), (2, 1), log=log, zeros=0.1, ends=not log, **options), near)
-            assert not (banded and found.recomputed)
+            computed = check(backend, draw(kind, (2, 3), (2, 1), log=log, zeros=0.1, ends=not log, **options), near)
+            assert not (banded and computed.recomputed)
     check("cpu", draw(kind, (2,), dtype=F64, **options), near=None if options.get("v", 0) < 40 else 1e-11)
 
 
@@ -70,8 +70,8 @@ def test_emissions_of_any_size(backend, name, scale):
 @pytest.mark.parametrize("far", [1e-30, 1e25])
 def test_parameters_far_from_one(backend, name, far):
     chain = draw(KINDS[name])
-    found = check(backend, chain._replace(parameters=(chain.parameters[0] * far, *chain.parameters[1:])), near=2e-5)
-    assert not found.recomputed or len(chain.parameters) == 3  # with a diagonal
+    computed = check(backend, chain._replace(parameters=(chain.parameters[0] * far, *chain.parameters[1:])), near=2e-5)
+    assert not computed.recomputed or len(chain.parameters) == 3  # with a diagonal
     logs = draw(KINDS[name], log=True)
     shifted = [one + shift for one, shift in zip(logs.parameters, (-1e4, 9e3, 10), strict=False)]
     check(backend, logs._replace(parameters=tuple(shifted)), near=3e-3)
@@ -82,9 +82,9 @@ def test_nan_of_weight_zero_is_not_counted(backend, name):
     chain, weight = draw(KINDS[name]), torch.tensor([1.0, 0.0, 2.0], dtype=F64)
     clean = results(backend, chain, weight).gradients
     chain.x[1, 4, 0] = NAN
-    found = results(backend, chain, weight)
-    assert found.log_norm[1].isnan() and not found.gradients[0][1].any()
-    torch.testing.assert_close(found.gradients[1:], clean[1:])
+    computed = results(backend, chain, weight)
+    assert computed.log_norm[1].isnan() and not computed.gradients[0][1].any()
+    torch.testing.assert_close(computed.gradients[1:], clean[1:])
 
 
 @BACKENDS
@@ -93,9 +93,11 @@ def test_nan_of_weight_zero_is_not_counted(backend, name):
 def test_layouts_change_nothing(backend, name, how):
     chain = draw(KINDS[name], (2, 3), (2, 1), steps=4, dtype=F64)
     x, *parameters, p0 = (relaid(operand, how) for operand in chain.operands)
-    wanted, found = (results(backend, one) for one in (chain, chain._replace(x=x, parameters=tuple(parameters), p0=p0)))
-    torch.testing.assert_close(found.log_norm, wanted.log_norm, rtol=1e-14, atol=0)
-    torch.testing.assert_close(found.gradients, wanted.gradients, rtol=1e-13, atol=1e-15)
+    wanted, computed = (
+        results(backend, one) for one in (chain, chain._replace(x=x, parameters=tuple(parameters), p0=p0))
+    )
+    torch.testing.assert_close(computed.log_norm, wanted.log_norm, rtol=1e-14, atol=0)
+    torch.testing.assert_close(computed.gradients, wanted.gradients, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", ["arcs", "bands", "low_rank"])
@@ -118,9 +120,9 @@ def test_threads_share_sequences(name, owned, steps, monkeypatch):
         if python:
             monkeypatch.setattr(team, "_parallel", lambda: None)  # Python's threads
         check("cpu", chain, near=1e-5)
-        found, again = (results("cpu", chain).gradients for _ in range(2))
-        assert all(map(torch.equal, found, again))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        computed, again = (results("cpu", chain).gradients for _ in range(2))
+        assert all(map(torch.equal, computed, again))
+        torch.testing.assert_close(computed, wanted, rtol=1e-5, atol=1e-5)
 
 
 NARROW, BOTH = {F32}, {F32, F64}
@@ -153,7 +155,7 @@ def test_paths_far_below_others(rare, name, backend, dtype):
     parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
     parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
     parameters = [parameter.tolist(), IDENTITY][: len(TWO_STATES[name].sizes)]
-    chain = given(TWO_STATES[name], parameters, rows, [1.0, 1.0], dtype)
+    chain = single(TWO_STATES[name], parameters, rows, [1.0, 1.0], dtype)
     recomputed = [check(backend, one).recomputed for one in (chain, chain.logs())]
     if backend == "cpu":
         assert recomputed == [name == "factors" and dtype in of_factors] * 2
@@ -178,8 +180,8 @@ def test_messages_of_arcs_that_underflow_alone_are_not_recomputed(backend):
     steps = [[0.0, 0.0]] * 4
     both, away = TWO_STATES["arcs"], structures.arcs(2, [(1, 0), (1, 1)])
     for chain in (
-        given(both, [[[0.3, 0.3]]], [*steps, [0.0, -700.0]], [1.0, 1.0]),
-        given(away, [[[1.0, 2.0**-120]]], [*[[0.0, -650.0]] * 3, [-INF, 0.0]], [1.0, 1.0]),
+        single(both, [[[0.3, 0.3]]], [*steps, [0.0, -700.0]], [1.0, 1.0]),
+        single(away, [[[1.0, 2.0**-120]]], [*[[0.0, -650.0]] * 3, [-INF, 0.0]], [1.0, 1.0]),
     ):
         for one in (chain, chain.logs()):
             assert not check(backend, one).recomputed
@@ -217,7 +219,7 @@ def test_long_chains_of_arcs():
     for spread in (0.0, 300.0):
         x = spread * torch.tensor([1.0, -1.0])[torch.arange(2 * v).view(v, 2) % 2]
         every = structures.arcs(2, [(0, 0), (0, 1), (1, 0), (1, 1)])
-        log_norm, (states, values, _), _ = results("cpu", given(every, [[[0.25] * 4]], x.tolist(), [1.0, 1.0]))
+        log_norm, (states, values, _), _ = results("cpu", single(every, [[[0.25] * 4]], x.tolist(), [1.0, 1.0]))
         truth = v * spread + (v - 1) * math.log(0.25) + math.log(2) * v * (spread == 0)
         torch.testing.assert_close(log_norm.double().item(), truth, rtol=1e-6, atol=0)
         torch.testing.assert_close(states.sum(-1), torch.ones(1, v))
@@ -238,7 +240,7 @@ def test_exponents_of_long_chains_of_bands():
     v = 100_000
     x = (1e4 * torch.randn(v, generator=torch.Generator().manual_seed(0))).round()
     x = torch.stack([x, x.flip(0), x.roll(v // 2)], -1)
-    chain = given(structures.bands(3, 0), [[[[0.5] * 3]]], [[0.0] * 3], [0.125, 0.25, 0.5])._replace(x=x[None])
+    chain = single(structures.bands(3, 0), [[[[0.5] * 3]]], [[0.0] * 3], [0.125, 0.25, 0.5])._replace(x=x[None])
     log_norm, (states, _, _), _ = results("cpu", chain)
     truth = x[:, 0].double().sum() + math.log(0.875) + (v - 1) * math.log(0.5)
     torch.testing.assert_close(log_norm, truth[None].float(), rtol=2.0**-23, atol=2e-3)
@@ -253,19 +255,19 @@ def test_numbers_beyond_exponents_of_bands(dtype):
     x[0, 3:5, 1:] = x[1, 4] = -1e30
     x[2, :, 0], x[3, 2] = -1e30, torch.tensor([0.0, -1e30, -1e30, -1e30, -1e30])
     # the first state is left at once
-    chain = given(structures.bands(5, 0, 1), [[[[0.0, *[0.5] * 4], [0.5] * 5]]], [[0.0] * 5], [1.0, 0, 0, 0, 0], dtype)
+    chain = single(structures.bands(5, 0, 1), [[[[0.0, *[0.5] * 4], [0.5] * 5]]], [[0.0] * 5], [1.0, 0, 0, 0, 0], dtype)
     for rows in (x, x[1:2]):
-        found, wanted = (results(backend, chain._replace(x=rows)) for backend in ("cpu", "plain"))
-        torch.testing.assert_close(found.log_norm, wanted.log_norm, rtol=1e-7, atol=1e-5)
-        torch.testing.assert_close(found.gradients[0], wanted.gradients[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found.gradients[1:], wanted.gradients[1:], rtol=1e-5, atol=1e-5)
+        computed, wanted = (results(backend, chain._replace(x=rows)) for backend in ("cpu", "plain"))
+        torch.testing.assert_close(computed.log_norm, wanted.log_norm, rtol=1e-7, atol=1e-5)
+        torch.testing.assert_close(computed.gradients[0], wanted.gradients[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(computed.gradients[1:], wanted.gradients[1:], rtol=1e-5, atol=1e-5)
 
 
 @BACKENDS
 def test_detours_of_ten_million_nats_are_exact(backend):
     """In float32, whose exponents are whole numbers up to 2^24 only."""
     x = [[0.0, -3e7], [0.0, 0.0], [-3e7, 0.125]]
-    chain = given(TWO_STATES["bands"], [[[[0.5, 0.5]]]], x, [1.0, 1.0])
+    chain = single(TWO_STATES["bands"], [[[[0.5, 0.5]]]], x, [1.0, 1.0])
     check(backend, chain, near=1e-7)
 
 
@@ -278,10 +280,10 @@ def test_masks_that_do_not_matter_stay_in_the_dtype(name, dtype):
     mask[:, ::2, :2] = True
     chain.x[2, 5] = -INF
     masked, never = (chain._replace(x=chain.x.masked_fill(mask, low)) for low in (-1e30, -INF))
-    found, wanted = results("cpu", masked), results("cpu", never)
-    assert found.log_norm[2] == -INF
-    torch.testing.assert_close(found.log_norm, wanted.log_norm, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.gradients, wanted.gradients)
+    computed, wanted = results("cpu", masked), results("cpu", never)
+    assert computed.log_norm[2] == -INF
+    torch.testing.assert_close(computed.log_norm, wanted.log_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(computed.gradients, wanted.gradients)
     peaks = [peak_bytes(lambda one=one: results("cpu", one).gradients) for one in (masked, never)]
     assert peaks[0] <= 1.01 * peaks[1]
 
@@ -321,16 +323,16 @@ def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
         ([[0.0, 0, -60], [-INF, -INF, 0]], True),
         ([[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]], False),
     ):
-        found = check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5)
-        assert found.recomputed == recomputed
+        computed = check("cpu", single(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5)
+        assert computed.recomputed == recomputed
 
 
 @BACKENDS
 def test_states_without_path_through_factors_do_not_overflow_backward(backend):
     parameters = [[[[1.0]], [[1.0]]]], IDENTITY
-    chain = given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0])
+    chain = single(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0])
     assert check(backend, chain, near=1e-5).recomputed == 1
-    chain = given(TWO_STATES["factors"], parameters, [*[[0.0, 45]] * 12, [0.0, 0]], [1.0, 0])
+    chain = single(TWO_STATES["factors"], parameters, [*[[0.0, 45]] * 12, [0.0, 0]], [1.0, 0])
     assert check(backend, chain, near=1e-5).recomputed == 0
 
 
