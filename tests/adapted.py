@@ -1,10 +1,9 @@
-"""Both sides of an adapter: what `logchain` answers, and how far another package is from it."""
+"""How far `logchain` is from another package."""
 
 import numpy as np
 import pytest
 import torch
 
-import logchain
 from tests.seeded import seeded
 
 F64 = torch.float64
@@ -19,13 +18,6 @@ def peer(name):
 
 def normal(*shape, dtype=F64, seed=0):
     return torch.randn(*shape, generator=seeded(seed), dtype=dtype)
-
-
-def answers(arguments):
-    """Log-partition and state posteriors."""
-    x = arguments.x.detach().clone().requires_grad_()
-    log_norm = logchain.product(**arguments._replace(x=x)._asdict())
-    return log_norm.detach(), torch.autograd.grad(log_norm.sum(), x)[0]
 
 
 def gradients(leaves, ours, theirs):

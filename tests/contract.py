@@ -6,7 +6,6 @@ a state lies below the largest entry of its message, or of its x, and where matr
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.families import FAMILIES, Chain
+from tests.families import Chain
 
 # k of products in 3xTF32
 TENSOR_CORES = 4
@@ -104,14 +103,6 @@ class Truth:
             array.reshape(array.shape + (1,) * (np.ndim(posteriors) - array.ndim)) for array in (self.steps, self.depth)
         )
         return gradient_bound(posteriors, steps, self.c, depth, dtype=self.dtype, k=k)
-
-
-@functools.cache
-def drawn(name: str, dtype: torch.dtype, each: bool = False, log: bool = False) -> tuple[Chain, Truth]:
-    """A family's chain, which nobody may change, and its truth."""
-    chain = FAMILIES[name](dtype, each=each)
-    chain = chain.logs() if log else chain
-    return chain, Truth(chain)
 
 
 def assert_values(out: torch.Tensor, truth: np.ndarray, bound: np.ndarray) -> None:

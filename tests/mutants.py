@@ -413,7 +413,7 @@ MUTANTS = [
 
 def copied(into: Path) -> Path:
     """A copy of the repository, with the C libraries."""
-    passing = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "build", "site")
+    passing = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "build", "site")
     return Path(shutil.copytree(ROOT, into / "copy", symlinks=True, ignore=passing))
 
 

@@ -9,9 +9,10 @@ import torch
 
 import logchain
 from logchain import arguments as checks
-from logchain import semirings, transitions
+from logchain import transitions
 from tests.families import FAMILIES
 from tests.seeded import seeded
+from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
 
 NAN, INF = float("nan"), float("inf")
 ones, zeros = torch.ones, torch.zeros
@@ -151,22 +152,8 @@ def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
         logchain.check(x, bulk, p0, lengths=lengths)
 
 
-STRATEGIES = ["sequential", "segments", "tree"]
-FUNCTIONS = {
-    "product": product,
-    **{s: lambda *a, s=s, **o: product(*a, strategy=s, **o) for s in STRATEGIES},
-    "sums": lambda *a, **o: logchain.marginals(*a, transitions="sum", **o),
-    "full": lambda *a, **o: logchain.marginals(*a, transitions="full", **o),
-    "forward_backward": logchain.forward_backward,
-    "filtered": logchain.filtered,
-    "viterbi": logchain.viterbi,
-    "topk_paths": lambda *a, **o: logchain.topk_paths(*a, 2, **o),
-    "sample": lambda *a, **o: logchain.sample(*a, 2, generator=seeded(), **o),
-    "log_prob": lambda x, *a, **o: logchain.log_prob(x, *a, zeros(x.shape[:-1], dtype=torch.int64), **o),
-    "entropy": logchain.entropy,
-    "total": lambda *a, **o: semirings.total(*a, semirings.MAX, **o),
-    "check": check,
-}
+FUNCTIONS = {name: SUBJECTS[name] for name in ("product", *STRATEGIES, *OTHERS) if name not in ("divergence", "stream")}
+FUNCTIONS |= {"sample": lambda *a, **o: logchain.sample(*a, 2, generator=seeded(), **o), "check": check}
 
 
 def expect_negative(function, place, *operands, **options):
@@ -246,23 +233,22 @@ def test_a_negative_sum_in_transforms_makes_its_sequence_nan():
     assert torch.compile(lambda x: product(x, bulk, p0), backend="eager", fullgraph=True)(x).isnan().all()
 
 
-VALUES = {
-    **{name: FUNCTIONS[name] for name in ("product", *STRATEGIES, "log_prob", "entropy", "total")},
-    **{name: lambda *a, f=FUNCTIONS[name], **o: f(*a, **o).log_norm for name in ("sums", "full", "filtered")},
-    "forward_backward": lambda *a, **o: logchain.forward_backward(*a, **o).log_norm,
-    "viterbi": lambda *a, **o: logchain.viterbi(*a, **o).score,
-    "topk_paths": lambda *a, **o: logchain.topk_paths(*a, 2, **o).scores[..., 0],
-    "divergence": lambda *a, **o: logchain.kl_divergence(a, a, **o),
-}
+def value(function, *chain, **options):
+    """The result of each sequence [*B], of which there is one in each query."""
+    found = SUBJECTS[function](*chain, **options)
+    return next(
+        found[key] for key in ("log_norm", "score", "entropy", "divergence", "log_prob", "scores") if key in found
+    )
 
 
 @pytest.mark.parametrize("c", [3, 40])
-@pytest.mark.parametrize("function", VALUES)
+@pytest.mark.parametrize("function", [*STRATEGIES, "product", *(name for name in OTHERS if name != "stream")])
 def test_a_negative_sum_of_one_step_makes_its_sequence_nan(function, c):
     x, each, p0 = zeros(3, 40, c), ones(3, 39, c, c), ones(c)
     each[0, 20, 1, 2], each[1, 20, 1, 2] = -50.0, -50.0
     options = {} if function in STRATEGIES else {"lengths": [40, 15, 40]}
-    found = VALUES[function](x.requires_grad_(), each, p0, **options)
+    found = value(function, x.requires_grad_(), each, p0, **options)
+    found = found[..., 0] if found.dim() > 1 else found
     assert found.isnan().tolist() == [True, function in STRATEGIES, False]
     if function == "product":
         states = torch.autograd.grad(found.sum(), x)[0]
@@ -271,7 +257,8 @@ def test_a_negative_sum_of_one_step_makes_its_sequence_nan(function, c):
         bounds = torch.tensor([0, 40, 55, 95])
         rows, each = x.detach().flatten(0, 1)[:95], torch.cat([each[:, :1], each], 1)
         into = torch.cat([each[0], each[1, :15], each[2]])
-        found = VALUES[function](rows, into, p0, cu_seqlens=bounds)
+        found = value(function, rows, into, p0, cu_seqlens=bounds)
+        found = found[..., 0] if found.dim() > 1 else found
         assert found.isnan().tolist() == [True, False, False]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.benchmarks.gpu_day import ROOT
 
-NEEDED = ["torch", "triton", "numpy", "scipy", "pytest", "hypothesis"]
+NEEDED = ["torch", "triton", "numpy", "scipy", "pytest"]
 
 PLUGIN = """
 import sys
@@ -68,5 +68,5 @@ def test_the_tests_for_a_device_need_no_other_package(tmp_path):
 
 @pytest.mark.slow
 def test_all_tests_are_collected_without_any_extra(tmp_path):
-    needed = [name for name in NEEDED if name not in ("triton", "hypothesis")]
+    needed = [name for name in NEEDED if name != "triton"]
     assert collected(needed, ["-m", "slow or not slow"], tmp_path) > 3000

@@ -9,7 +9,6 @@ from logchain import reference
 from tests.contract import Truth, assert_contract, assert_values
 from tests.families import Chain, dense
 from tests.subjects import SUBJECTS
-from tests.test_contract import assert_same
 
 F32, F64 = torch.float32, torch.float64
 
@@ -59,14 +58,6 @@ def test_entries_far_below_their_matrix_maximum_do_not_drift():
 
 
 negative = torch._neg_view
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_negative_views_are_read_as_what_they_say(subject):
-    x, bulk, p0 = torch.randn(2, 5, 3), torch.rand(1, 1, 3, 3), torch.ones(3)
-    for lengths in None, [2, 5]:
-        found, expected = (SUBJECTS[subject](one, bulk, p0, lengths=lengths) for one in (negative(-x), x))
-        assert_same(found, expected)
 
 
 WEIGHTS = torch.full((1, 3, 3), 0.5), torch.ones(3)

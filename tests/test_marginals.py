@@ -26,27 +26,15 @@ def probabilities(operands: tuple[torch.Tensor, ...]) -> dict[tuple[int, ...], f
 
 @pytest.mark.parametrize("zeros", [0.0, 0.4], ids=["dense", "zeros"])
 @pytest.mark.parametrize("seed", range(4))
-def test_values_are_sums_over_all_paths(seed, zeros):
+def test_entropy_and_divergence_are_sums_over_all_paths(seed, zeros):
     operands = small(seed, zeros, v=4)[:3]
     chances = probabilities(operands)
-    states, pairs = np.zeros((4, 3)), np.zeros((3, 3, 3))
-    for path, chance in chances.items():
-        for i, state in enumerate(path):
-            states[i, state] += chance
-        for i in range(3):
-            pairs[i, path[i], path[i + 1]] += chance
-    found = logchain.marginals(*operands, transitions="full")
-    np.testing.assert_allclose(found.states, states, atol=1e-14)
-    np.testing.assert_allclose(found.transitions, pairs, atol=1e-14)
     entropy = -sum(chance * np.log(chance) for chance in chances.values() if chance)
     np.testing.assert_allclose(logchain.entropy(*operands), entropy, atol=1e-13)
     other = tuple(operand.roll(1, -1) for operand in small(seed + 10, v=4)[:3])
     chances_of_other = probabilities(other)
     divergence = sum(chance * np.log(chance / chances_of_other[path]) for path, chance in chances.items() if chance)
     np.testing.assert_allclose(logchain.kl_divergence(operands, other), divergence, atol=1e-13)
-    messages = logchain.forward_backward(*operands)
-    joint = torch.logsumexp(messages.forward + messages.backward, -1)
-    torch.testing.assert_close(joint, messages.log_norm.expand(4), rtol=1e-14, atol=1e-14)
 
 
 def test_divergence_where_one_forbids_what_the_other_does():

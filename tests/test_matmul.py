@@ -96,11 +96,18 @@ class Backend(NamedTuple):
 CPU = Backend()
 
 
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of a few entries, so that torch operations cut small operands along sets, rows and columns."""
+    for name, size in (("_ENTRIES", 40), ("_PART", 1000), ("_KEPT", 2), ("_PASSING", 3), ("_PAIRS", 16)):
+        monkeypatch.setattr(plain_matmul, name, size)
+
+
 @pytest.fixture(params=["cpu", "plain", pytest.param("gpu", marks=ON_GPU)])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """What multiplies: loops in C, torch operations, or Triton's kernels with small tiles."""
-    if request.param == "gpu":
-        request.getfixturevalue("small_tiles")
+    """What multiplies: loops in C, torch operations in small pieces, or Triton's kernels with small tiles."""
+    if request.param != "cpu":
+        request.getfixturevalue("small_tiles" if request.param == "gpu" else "small_pieces")
     with on(request.param) as device:
         yield Backend(device, TENSOR_CORES if request.param == "gpu" else 1)
 
@@ -173,6 +180,7 @@ def test_one_misaligned_pair():
 
 
 BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (3,)), ((2, 3), (2, 3)), ((0,), (1,))]
+BATCHES += [((4, 1, 3), (1, 2, 3)), ((2, 3, 2), (3, 1))]
 
 
 @rows(
@@ -206,6 +214,8 @@ def test_strange_strides(case, backend):
     assert_matmul(a.repeat_interleave(2, 0)[::2], b.repeat_interleave(3, 1)[:, ::3], backend)
     assert_matmul(a.expand(3, 7, 5), b.expand(3, 5, 9), backend)
     assert_matmul(a[:, :1].expand(7, 5), b[:1].expand(5, 9), backend)
+    many, few = (stacked(case, batch, which, (7, 5, 6), F32) for which, batch in enumerate(((4, 3), (3,))))
+    assert_matmul(many.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), few, backend)
 
 
 @pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
@@ -265,11 +275,17 @@ def differentiable(case, batches):
     return value, operands
 
 
-@pytest.mark.parametrize(
-    ("case", "batches"),
-    list(zip([dense, misaligned, abyss, sparse, dead], [((), ()), ((2,), ()), ((1, 2), (2, 1))] * 2, strict=False)),
+OF_BATCHES = list(
+    zip([dense, misaligned, abyss, sparse, dead], [((), ()), ((2,), ()), ((1, 2), (2, 1))] * 2, strict=False)
 )
-def test_finite_differences(case, batches):
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "batches"),
+    [*(("cpu", *row) for row in OF_BATCHES), *(("plain", case, ((), ())) for case in (dense, misaligned, dead))],
+    indirect=["backend"],
+)
+def test_finite_differences(backend, case, batches):
     value, operands = differentiable(case, batches)
     assert torch.autograd.gradcheck(value, operands)
     assert torch.autograd.gradgradcheck(value, operands)
@@ -332,47 +348,11 @@ def test_a_weight_that_is_not_finite_stays_in_its_row(other, backend):
     torch.testing.assert_close(grad_a[0].cpu(), torch.tensor([0.0, 1e30]))
 
 
-@pytest.fixture
-def small_pieces(monkeypatch, plain):
-    """Pieces of a few entries, so that small operands are cut along sets, rows and columns, by torch's operations."""
-    for name, size in (("_ENTRIES", 40), ("_PART", 1000), ("_KEPT", 2), ("_PASSING", 3), ("_PAIRS", 16)):
-        monkeypatch.setattr(plain_matmul, name, size)
-
-
 def stacked(case, batch, which, sizes, dtype):
     """One operand of a case, of other numbers for each of the batch, which may be empty."""
     drawn = [draw(case, sizes, dtype, seed)[which] for seed in range(int(np.prod(batch)))]
     matrix = draw(case, sizes, dtype)[which]
     return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
-
-
-PIECES = [((), ()), ((5,), (5,)), ((4, 1, 3), (1, 2, 3)), ((2, 3, 2), (3, 1)), ((3, 1), (2, 3, 2)), ((1, 2), (2, 1))]
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("sizes", [(7, 5, 3), (3, 4, 8), (1, 9, 1)], ids=str)
-@pytest.mark.parametrize("batches", PIECES, ids=str)
-def test_pieces_keep_the_contract(batches, sizes):
-    for case in (misaligned, sparse) if len(batches[0]) % 2 else (dense, dead):
-        assert_matmul(*(stacked(case, batch, which, sizes, F32) for which, batch in enumerate(batches)))
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("batches", [((), ()), ((2, 1), (3,))], ids=str)
-@pytest.mark.parametrize("case", [dense, misaligned, dead])
-def test_pieces_have_both_derivatives(case, batches):
-    value, operands = differentiable(case, batches)
-    assert torch.autograd.gradcheck(value, operands)
-    assert torch.autograd.gradgradcheck(value, operands)
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_pieces_of_strided_rows_and_of_poisoned_memory():
-    a, b = stacked(misaligned, (4, 3), 0, (7, 5, 6), F32), stacked(misaligned, (3,), 1, (7, 5, 6), F32)
-    with poisoned_memory():
-        assert_matmul(a.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), b)
-        assert_matmul(a[:1].expand(4, 3, 7, 5), b.mT.contiguous().mT)
-        assert_matmul(b.mT.repeat_interleave(2, 0)[::2], a.mT)
 
 
 def test_pieces_are_all_of_the_product_once():
@@ -410,8 +390,11 @@ SHARED = [
 ]
 
 
-@rows("needs layout side", cpu=SHARED + SHARED[::-1], gpu=[])
-def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout, side, backend):
+@pytest.mark.parametrize(
+    ("name", "needs", "layout", "side"),
+    [(("cpu", "plain")[i % 2], *row) for i, row in enumerate(SHARED + SHARED[::-1])],
+)
+def test_a_shared_weight_takes_no_more_than_results_and_gradients(name, needs, layout, side):
     """2 MB of workspace where each of operand, result and gradient has 4 MB."""
     rows = {
         "contiguous": lambda: torch.randn(2048, 8, 1, 64),
@@ -429,4 +412,5 @@ def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout,
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         return [out, *(torch.autograd.grad(out, wanted, upstream) if wanted else ())]
 
-    assert peak_bytes(call) <= 2_000_000
+    with on(name):
+        assert peak_bytes(call) <= 2_000_000

@@ -1,4 +1,4 @@
-"""`logchain.product` reproduces published numbers: textbook HMMs, `ctc_loss`, domino tilings, the earthquake series."""
+"""`logchain.product` reproduces published numbers: textbook HMMs, domino tilings, the earthquake series."""
 
 import math
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import logchain
-from tests.contract import Truth, gradient_bound, value_bound
-from tests.families import Chain
+from tests.contract import gradient_bound, value_bound
 
 F32, F64 = torch.float32, torch.float64
 BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
@@ -33,61 +32,6 @@ def test_rainy_and_sunny_posteriors_are_the_gradient(dtype):
     logchain.product(x, bulk, torch.tensor([0.6, 0.4], dtype=dtype)).backward()
     published = [[0.23170303, 0.76829697], [0.62406281, 0.37593719], [0.86397706, 0.13602294]]
     np.testing.assert_allclose(x.grad.numpy(), published, rtol=0, atol=1e-6 if dtype == F64 else 1e-6 + 1e-5)
-
-
-def label_graph(targets: torch.Tensor, target_lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The blank-extended graph of CTC: symbols [n, s], bulk [n, s, s], start [n, s], final log-weights [n, s]."""
-    n, longest = targets.shape
-    s = 2 * longest + 1
-    symbols = torch.zeros(n, s, dtype=torch.int64)
-    symbols[:, 1::2] = targets
-    bulk = torch.eye(s, dtype=F64) + torch.eye(s, dtype=F64).roll(1, 1).triu(1)
-    bulk = bulk.repeat(n, 1, 1)
-    for state in range(3, s, 2):
-        bulk[:, state - 2, state] = (symbols[:, state] != symbols[:, state - 2]).double()
-    start = (torch.arange(s) < 2).double().repeat(n, 1)
-    last = 2 * target_lengths[:, None] - torch.arange(s)  # 0 at the last blank, 1 at the last label
-    final = torch.where((last == 0) | (last == 1), 0.0, -torch.inf).double()
-    return symbols, bulk, start, final
-
-
-@BOTH
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_ctc_loss(scale, dtype):
-    """Loss and gradient of `torch.nn.functional.ctc_loss` in float64, with repeated labels and unequal lengths."""
-    generator = torch.Generator().manual_seed(0)
-    n, v, symbols = 4, 24, 7
-    targets = torch.tensor([[1, 2, 3, 4, 5], [1, 1, 1, 2, 2], [6, 5, 6, 5, 6], [3, 3, 0, 0, 0]])
-    target_lengths, lengths = torch.tensor([5, 5, 4, 2]), torch.tensor([24, 20, 17, 5])
-    logits = scale * torch.randn(n, v, symbols, generator=generator).double()
-
-    def rounded_log_probs(logits):
-        """Both sides see the same log-probabilities, rounded to the dtype under test, with the gradient of the rest."""
-        exact = logits.log_softmax(-1)
-        return exact + (exact.to(dtype).double() - exact).detach()
-
-    theirs = logits.clone().requires_grad_()
-    log_probs = rounded_log_probs(theirs).movedim(1, 0)
-    loss = torch.nn.functional.ctc_loss(log_probs, targets, lengths, target_lengths, reduction="none")
-    loss.sum().backward()
-
-    ours = logits.clone().requires_grad_()
-    states, bulk, start, final = label_graph(targets, target_lengths)
-    x = rounded_log_probs(ours).gather(2, states[:, None].expand(-1, v, -1))
-    at_end = torch.arange(v)[:, None] == lengths[:, None, None] - 1
-    x = (x + torch.where(at_end, final[:, None], 0.0)).to(dtype)
-    chain = Chain(x, bulk[:, None].to(dtype), start.to(dtype))
-    out = -logchain.product(*chain[:3], lengths=lengths)
-    out.sum().backward()
-
-    # `ctc_loss` rounds its float64 sums at every step, and its gradient takes the log-probabilities for normalised.
-    truth = Truth(chain, lengths)
-    theirs_value = 4 * v * np.spacing(loss.max().item())
-    theirs_gradient = theirs_value + v * torch.finfo(dtype).eps * logits.abs().max().item()
-    value = truth.value_bound() + theirs_value
-    gradient = states.shape[1] * truth.gradient_bound(truth.states).max() + theirs_gradient
-    assert (np.abs(out.detach().numpy() - loss.detach().numpy()) <= value).all()
-    np.testing.assert_allclose(ours.grad.numpy(), theirs.grad.numpy(), rtol=0, atol=gradient)
 
 
 def domino_rows(width: int) -> torch.Tensor:

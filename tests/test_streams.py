@@ -24,21 +24,6 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("pieces", [[(0, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 2), (2, 3)]], ids=str)
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_state_below_an_emission_returns_later(pieces, lag):
-    """State 1 is 2000 nats behind, and 3000 of p0, but the only one that leads on."""
-    x = torch.tensor([[0.0, 0.0], [0.0, -2000.0], [0.0, 0.0]])
-    both, only = torch.zeros(2, 2), torch.tensor([[-math.inf, -math.inf], [0.0, 0.0]])
-    for middle, p0, truth in ((both, [0.0, 0.0], math.log(4) - 2000), (only, [0.0, -3000.0], math.log(2) - 5000)):
-        stream, found = streamed(
-            Chain(x, torch.stack([middle, only]), torch.tensor(p0), log_params=True), pieces, lag=lag
-        )
-        assert stream.log_norm.item() == pytest.approx(truth, rel=1e-6)
-        torch.testing.assert_close(found.filtered[2], torch.tensor([0.5, 0.5]))
-        assert not lag or found.smoothed[1].tolist() == [0.0, 1.0]
-
-
 def test_a_state_below_p0_counts_for_short_members():
     x = torch.zeros(2, 2, 2)
     x[:, 0, 0] = -INF
@@ -337,24 +322,6 @@ def test_an_impossible_segment_does_not_spoil_the_one_before():
     first = lanes.update(torch.full((2, 2, 2), 0.0).index_fill(0, torch.tensor([0]), -INF)).states
     found = torch.cat([first, lanes.flush().states], -1)
     assert found.tolist() == [[1, 1, 1, -1, -1], [1] * 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1.0, 50.0, 500.0])
-@pytest.mark.parametrize("size", [1, 40])
-def test_what_is_impossible_or_nan_stays_so(size, scale, dtype):
-    """In sequences that underflow, too, while another one goes on."""
-    draw = torch.Generator().manual_seed(1)
-    bulk = torch.rand(1, 3, 3, generator=draw) * (torch.rand(3, 3, generator=draw) > 0.4)
-    x = torch.randn(3, size, 3, generator=draw).mul(scale).to(dtype)
-    stream, broken = Stream(bulk.to(dtype), torch.ones(3, dtype=dtype)), x.clone()
-    broken[0, -1], broken[1, -1, 0] = -INF, NAN
-    for piece in (x, x, broken, x):
-        update = stream.update(piece)
-    for shares in (update.filtered[:, 0], update.filtered[:, -1], stream.filtered):
-        assert (shares[0] == 0).all() and shares[1].isnan().all()
-        torch.testing.assert_close(shares[2].sum(), torch.ones((), dtype=dtype))
-    assert stream.log_norm[0] == -INF and stream.log_norm[1].isnan() and stream.log_norm[2].isfinite()
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

@@ -7,8 +7,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import logchain
-from tests.families import FAMILIES, Chain
-from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
+from tests.families import FAMILIES
+from tests.subjects import OTHERS, STRATEGIES, SUBJECTS, floating
+from tests.test_contract import leaves
 
 OPS = torch.ops.logchain
 F32, F64 = torch.float32, torch.float64
@@ -22,15 +23,7 @@ def as_tuple(name):
 # subjects that are one operator of torch, or a few
 QUERIES = {name: as_tuple(name) for name in OTHERS if name not in ("stream", "total")}
 COMPILED = QUERIES | {name: as_tuple(name) for name in STRATEGIES if name != "sequential"}
-
-
-def floating(found):
-    """What has gradients, with 0 for -inf."""
-    return [torch.where(t == -torch.inf, 0.0, t) for t in found if t.is_floating_point()]
-
-
-def leaves(chain: Chain) -> list[torch.Tensor]:
-    return [tensor.clone().requires_grad_() for tensor in chain[:3]]
+WITH_PRODUCT = QUERIES | {"product": as_tuple("product")}
 
 
 def chains(dtype=F64):
@@ -93,35 +86,6 @@ def test_opcheck_of_matmul(sizes):
         torch.library.opcheck(OPS.log_matmul_second.default, (weight, a, b, torch.rand_like(a), torch.rand_like(b)))
 
 
-class Product(torch.nn.Module):
-    """The log-partition, its sum and its gradient's scale in one graph with other operations."""
-
-    def __init__(self, chain: Chain, lengths=None):
-        super().__init__()
-        self.log_params, self.lengths = chain.log_params, lengths
-
-    def forward(self, x, bulk, p0):
-        bulk, p0 = bulk * 1.5, p0 * 0.5
-        return logchain.product(x + 1, bulk, p0, log_params=self.log_params, lengths=self.lengths) * 2
-
-
-def with_gradients(function, chain):
-    operands = leaves(chain)
-    out = function(*operands)
-    return out.detach(), *torch.autograd.grad(out.cos().sum(), operands)
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_product_compiles_into_one_graph(name):
-    _, chain, lengths = CHAINS[IDS.index(name)]
-    dynamic = name in ("each", "lengths")
-    module = Product(chain, lengths)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for found, expected in zip(with_gradients(compiled, chain), with_gradients(module, chain), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_a_compiled_product_takes_other_sizes():
     torch._dynamo.reset()
     compiled = torch.compile(logchain.product, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -155,19 +119,13 @@ def test_matmul_compiles_into_one_graph():
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
-def test_product_is_exported(name, chain, lengths):
-    program = torch.export.export(Product(chain, lengths), chain[:3])
-    assert any("logchain.log_norm" in str(node.target) for node in program.graph.nodes)
-    torch.testing.assert_close(program.module()(*chain[:3]), Product(chain, lengths)(*chain[:3]), rtol=0, atol=0)
-
-
 def total(found):
-    return sum((t * (1 + i)).cos().sum() for i, t in enumerate(floating(found)))
+    return sum((t * (1 + i)).cos().sum() for i, t in enumerate(floating(dict(enumerate(found)))))
 
 
-# every query with one of the chains
+# every query with one of the chains, and the product with all
 COMPILED_CHAINS = list(zip(COMPILED, itertools.cycle(["lengths", "each", "recomputed", "one variable"]), strict=False))
+COMPILED_CHAINS += [("product", name) for name in IDS]
 
 
 @pytest.mark.parametrize(("query", "name"), COMPILED_CHAINS)
@@ -176,34 +134,32 @@ def test_every_query_compiles_into_one_graph(query, name):
     _, chain, lengths = CHAINS[IDS.index(name)]
 
     def function(x, bulk, p0):
-        found = COMPILED[query](x + 1, bulk * 1.5, p0, log_params=chain.log_params, lengths=lengths)
-        return tuple(t * 2 for t in found)
+        found = SUBJECTS[query](x + 1, bulk * 1.5, p0 * 0.5, log_params=chain.log_params, lengths=lengths)
+        return tuple(t * 2 for t in found.values())
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    dynamic = query == "product" and name in ("each", "lengths")
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     results = []
     for call in (function, compiled):
         operands = leaves(chain)
         found = call(*operands)
         results.append((*found, *torch.autograd.grad(total(found), operands)))
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if query == "product" else {}))
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_every_query_is_exported(query):
-    chain = CHAINS[0][1]
+@pytest.mark.parametrize(("query", "name"), [*((query, "shared") for query in QUERIES), *(("product", n) for n in IDS)])
+def test_every_query_is_exported(query, name):
+    _, chain, lengths = CHAINS[IDS.index(name)]
 
     class Module(torch.nn.Module):
         def forward(self, x, bulk, p0):
-            return tuple(QUERIES[query](x, bulk, p0))
+            return tuple(SUBJECTS[query](x + 1, bulk, p0, log_params=chain.log_params, lengths=lengths).values())
 
     program = torch.export.export(Module(), chain[:3])
     assert any("logchain." in str(node.target) for node in program.graph.nodes)
     for one, other in zip(program.module()(*chain[:3]), Module()(*chain[:3]), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-WITH_PRODUCT = QUERIES | {"product": lambda *o: (logchain.product(*o),)}
+        torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if query == "product" else {}))
 
 
 IN_DIMS = [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (-3, 2, 1)]
@@ -348,16 +304,10 @@ def test_compiled_messages_have_gradients_by_one_operator():
 
 
 def test_gradients_in_one_batch():
-    chain = FAMILIES["dense"]()
-    expected = torch.autograd.functional.jacobian(lambda x: logchain.product(x, *chain[1:3]), chain.x)
-    found = torch.autograd.functional.jacobian(lambda x: logchain.product(x, *chain[1:3]), chain.x, vectorize=True)
-    torch.testing.assert_close(found, expected)
-
-
-def test_gradients_in_one_batch_of_structures_and_packed_sequences_agree():
     x, p0, values = torch.randn(7, 3, dtype=F64), torch.rand(3, dtype=F64), torch.rand(3, 3, dtype=F64)
     banded, offsets = logchain.transitions.Banded(values, (0, 1, -1)), torch.tensor([0, 4, 7])
     functions = (
+        lambda x: logchain.product(x.view(1, 7, 3), values, p0),
         lambda x: logchain.product(x.view(1, 7, 3), banded, p0),
         lambda x: logchain.product(x, values, p0, cu_seqlens=offsets),
     )
@@ -370,17 +320,25 @@ def test_gradients_in_one_batch_of_structures_and_packed_sequences_agree():
                 torch.testing.assert_close(*(torch.autograd.grad(one.sin().sum(), leaf) for one in pair))
 
 
-def test_jacobians_of_each_sequence():
-    chain = FAMILIES["dense"](F64, v=4, c=3)
+@pytest.mark.parametrize("query", ["product", "counts", "marginals"])
+def test_jacobians_by_forward_and_reverse_mode_agree(query):
+    chain = FAMILIES["sparse"](F64, v=4, c=3)
     for argument in range(3):
-        rows = torch.func.jacrev(logchain.product, argnums=argument)(*chain[:3])
-        columns = torch.func.jacfwd(logchain.product, argnums=argument)(*chain[:3])
-        torch.testing.assert_close(rows, columns)
-        tangents = [torch.randn_like(operand) for operand in chain[:3]]
-        with torch.autograd.forward_ad.dual_level():
-            duals = [torch.autograd.forward_ad.make_dual(*pair) for pair in zip(chain[:3], tangents, strict=True)]
-            along = torch.autograd.forward_ad.unpack_dual(logchain.product(*duals)).tangent
-        torch.testing.assert_close(along, torch.func.jvp(logchain.product, chain[:3], tuple(tangents))[1])
+        rows, columns = (
+            jacobian(WITH_PRODUCT[query], argnums=argument)(*chain[:3])
+            for jacobian in (torch.func.jacrev, torch.func.jacfwd)
+        )
+        for one, other in zip(rows, columns, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_dual_numbers_have_the_derivative_of_jvp():
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+    tangents = [torch.randn_like(operand) for operand in chain[:3]]
+    with torch.autograd.forward_ad.dual_level():
+        duals = [torch.autograd.forward_ad.make_dual(*pair) for pair in zip(chain[:3], tangents, strict=True)]
+        along = torch.autograd.forward_ad.unpack_dual(logchain.product(*duals)).tangent
+    torch.testing.assert_close(along, torch.func.jvp(logchain.product, chain[:3], tuple(tangents))[1])
 
 
 def first(*operands):
@@ -389,6 +347,12 @@ def first(*operands):
 
 
 ALL_OPERANDS = {"argnums": (0, 1, 2)}
+
+
+def gradients_of(query):
+    return torch.func.grad(lambda *o: total(QUERIES[query](*o)), **ALL_OPERANDS)
+
+
 TRANSFORMED = {
     "grad of grad": lambda *o: torch.func.grad(lambda *o: torch.func.grad(first)(*o).sin().sum(), **ALL_OPERANDS)(*o),
     "jvp": lambda *o: torch.func.jvp(logchain.product, o, tuple(operand.sin() for operand in o)),
@@ -396,6 +360,7 @@ TRANSFORMED = {
     "vmap": lambda *o: torch.vmap(logchain.product, in_dims=(0, None, None))(*o),
     "vmap of grad": lambda *o: torch.vmap(torch.func.grad(first, **ALL_OPERANDS), in_dims=(0, None, None))(*o),
     "grad of vmap": lambda *o: torch.func.grad(lambda x: TRANSFORMED["vmap"](x, *o[1:]).cos().sum())(o[0]),
+    **{f"grad of {query}": gradients_of(query) for query in ("counts", "messages", "viterbi")},
 }
 
 
@@ -407,33 +372,6 @@ def test_transforms_compile_into_one_graph(transform):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for found, expected in zip(tree_leaves(compiled(*operands)), tree_leaves(function(*operands)), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("query", ["counts", "messages", "viterbi"])
-def test_gradients_of_queries_compile_into_one_graph(query):
-    torch._dynamo.reset()
-    chain = FAMILIES["dense"](F64, n=2, v=3, c=2)
-
-    def gradients(*operands):
-        return torch.func.grad(lambda *o: total(QUERIES[query](*o)), **ALL_OPERANDS)(*operands)
-
-    compiled = torch.compile(gradients, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(compiled(*chain[:3]), gradients(*chain[:3]), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("transitions", ["sum", "full"])
-def test_marginals_by_forward_mode(transitions):
-    chain = FAMILIES["sparse"](F64, v=4, c=3)
-
-    def function(*operands):
-        return logchain.marginals(*operands, transitions=transitions)[:2]
-
-    for argument in range(3):
-        rows = torch.func.jacrev(function, argnums=argument)(*chain[:3])
-        columns = torch.func.jacfwd(function, argnums=argument)(*chain[:3])
-        for one, other in zip(rows, columns, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("query", WITH_PRODUCT)

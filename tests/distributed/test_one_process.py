@@ -335,19 +335,26 @@ def test_gradients_that_are_not_wanted_are_none(teams, wanted, one_matrix, name)
             torch.testing.assert_close(gradient, part)
 
 
-def draws(rank, case, count, seed, apart=1):
+def draws(rank, case, count, seed, apart=1, backend="auto"):
     generator = torch.Generator().manual_seed(seed + apart * rank)  # only that of the first rank counts
-    return distributed.sample(*case.of(rank), count, generator=generator, **case.options)
+    with logchain.kernels.use(backend, device="cpu"):
+        return distributed.sample(*case.of(rank), count, generator=generator, **case.options)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "one_matrix", "lengths"),
-    [(1, True, False), (2, True, True), (2, False, False), (3, True, False), (3, False, True)],
+    ("ranks", "one_matrix", "lengths", "backend"),
+    [
+        (1, True, False, "auto"),
+        (2, True, True, "plain"),
+        (2, False, False, "auto"),
+        (3, True, False, "plain"),
+        (3, False, True, "auto"),
+    ],
 )
-def test_samples_are_of_the_posterior(teams, ranks, one_matrix, lengths):
+def test_samples_are_of_the_posterior(teams, ranks, one_matrix, lengths, backend):
     count, case = 20_000, chain((4, 3, 4)[:ranks], 3, one_matrix=one_matrix, batch=(3,), lengths=lengths)
     case.x[0, 0] = -INF  # no states of an impossible sequence
-    states = torch.cat(teams(ranks).values(draws, case, count, 5), -1)
+    states = torch.cat(teams(ranks).values(draws, case, count, 5, 1, backend), -1)
     truth = logchain.marginals(*case[:3], transitions="full", **case.options)
     taken = torch.nn.functional.one_hot(states + 1, 4)[..., 1:].double()
     pairs = torch.einsum("sbvi,sbvj->bvij", taken[:, :, :-1], taken[:, :, 1:]) / count

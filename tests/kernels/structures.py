@@ -1,39 +1,38 @@
-"""Chains whose matrices are arcs, bands or products of factors, and a check of kernels against dense matrices."""
+"""Chains whose matrices are arcs, bands or products of factors, and a check of their scans against dense matrices."""
 
 import math
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logchain import reference
-from logchain.autograd import chain as product
-from logchain.kernels import use
-from logchain.kernels.structured import Arcs, Factor, Factors, Gradients, Structured, Walk
-from logchain.operands import Operands
-from logchain.transitions import Banded, Sparse
-from logchain.transitions.products import Product
-from logchain.transitions.sparse import _Graph
-from tests.contract import poisoned_memory, sum_to, unit
+import logchain
+from logchain import reference, transitions
+from tests.backends import on
+from tests.contract import assert_values, poisoned_memory, sum_to, ulp, unit
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
-ALL = True, True, True
+FACTORS = transitions.LowRank, transitions.BlockDiagonal, transitions.Monarch, transitions.Kronecker
 
 
 class Kind(NamedTuple):
-    """A structure of c states: the sizes of its parameters, without batch axes and steps, and its pattern."""
+    """A structure of c states: the sizes of its parameters, without batch axes and steps, and what makes it of them."""
 
     c: int
     sizes: list[tuple[int, ...]]
-    pattern: Any
+    make: Callable[..., transitions.Transition]
+
+    @property
+    def is_product(self) -> bool:
+        return self.make in FACTORS
 
 
 def arcs(c: int, pairs: list[tuple[int, int]]) -> Kind:
-    source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(-1)
-    return Kind(c, [(len(pairs),)], Arcs(source.contiguous(), target.contiguous()))
+    indices = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).mT
+    return Kind(c, [(len(pairs),)], lambda values: transitions.Sparse(indices, values, c))
 
 
 def random_arcs(c: int, density: float = 0.4) -> Kind:
@@ -48,29 +47,23 @@ def hub(count: int) -> list[tuple[int, int]]:
 
 
 def bands(c: int, *offsets: int) -> Kind:
-    return Kind(c, [(len(offsets), c)], offsets)
+    return Kind(c, [(len(offsets), c)], lambda values: transitions.Banded(values, offsets))
 
 
 def low_rank(c: int, r: int, diagonal: bool = True) -> Kind:
-    factors = Factor(c, r), Factor(r, c, transposed=True)
-    return Kind(c, [(c, r), (c, r), *([(c,)] if diagonal else [])], Factors(factors, diagonal))
+    return Kind(c, [(c, r), (c, r), *([(c,)] if diagonal else [])], transitions.LowRank)
 
 
 def block_diagonal(a: int, b: int) -> Kind:
-    return Kind(a * b, [(a, b, b)], Factors((Factor(b, b, blocks=a),)))
+    return Kind(a * b, [(a, b, b)], transitions.BlockDiagonal)
 
 
 def monarch(a: int, b: int, middle: int) -> Kind:
-    last = a * b // middle
-    factors = Factor(b, middle, blocks=a), Factor(a, last, blocks=middle)
-    return Kind(a * b, [(a, b, middle), (middle, a, last)], Factors(factors))
+    return Kind(a * b, [(a, b, middle), (middle, a, a * b // middle)], transitions.Monarch)
 
 
 def kronecker(*sizes: int) -> Kind:
-    factors = (
-        Factor(size, size, math.prod(sizes[:place]), math.prod(sizes[place + 1 :])) for place, size in enumerate(sizes)
-    )
-    return Kind(math.prod(sizes), [(size, size) for size in sizes], Factors(tuple(factors)))
+    return Kind(math.prod(sizes), [(size, size) for size in sizes], transitions.Kronecker)
 
 
 KINDS = {
@@ -86,6 +79,34 @@ KINDS = {
 }
 
 
+class Chain(NamedTuple):
+    """x [*B, v, c], parameters [*B or ones, v-1 or 1, *size] and p0 [*B or ones, c], and the lengths [*B] or None."""
+
+    x: Tensor
+    parameters: tuple[Tensor, ...]
+    p0: Tensor
+    kind: Kind
+    lengths: Tensor | None = None
+    log_params: bool = False
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.x, *self.parameters, self.p0
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.x.shape[:-2]
+
+    def logs(self) -> "Chain":
+        logs = tuple(parameter.log() for parameter in self.parameters)
+        return self._replace(parameters=logs, p0=self.p0.log(), log_params=True)
+
+    def call(self, function: Callable, *args, **options):
+        """A function of x, the structure and p0."""
+        options |= {"log_params": self.log_params, "lengths": self.lengths}
+        return function(self.x, self.kind.make(*self.parameters), self.p0, *args, **options)
+
+
 def draw(
     kind: Kind,
     batch: tuple[int, ...] = (3,),
@@ -99,7 +120,7 @@ def draw(
     scale: float = 1.0,
     zeros: float = 0.0,
     seed: int = 0,
-) -> Structured:
+) -> Chain:
     """A random chain whose parameters have batch axes of the sizes `owned`, or ones; `zeros`: the share of zeros."""
     generator = torch.Generator().manual_seed(seed)
     owned = tuple(1 for _ in batch) if owned is None else owned
@@ -111,78 +132,41 @@ def draw(
     sizes = [(*owned, steps, *size) for size in kind.sizes] + [(*owned, kind.c)]
     weights = [torch.rand(size, generator=generator, dtype=F64) + 0.01 for size in sizes]
     *parameters, p0 = (sparse(one.log(), -INF) if log else sparse(one, 0.0) for one in weights)
-    last = torch.randint(1, v + 1, batch, generator=generator) if ends else None
-    return Structured(sparse(x, -INF), tuple(parameters), p0, kind.pattern, last, log, dtype)
+    lengths = torch.randint(1, v + 1, batch, generator=generator) if ends else None
+    return Chain(sparse(x, -INF), tuple(parameters), p0, kind, lengths, log)
 
 
-def given(kind: Kind, parameters: list, x: list, p0: list[float], dtype: torch.dtype = F32) -> Structured:
+def single(kind: Kind, parameters: list, x: list, p0: list[float], dtype: torch.dtype = F32) -> Chain:
     """One sequence, under one matrix or one for each step."""
     tensors = (torch.tensor(one, dtype=dtype)[None] for one in parameters)
-    rows, start = torch.tensor(x, dtype=dtype)[None], torch.tensor(p0, dtype=dtype)[None]
-    return Structured(rows, tuple(tensors), start, kind.pattern, None, False, dtype)
+    return Chain(torch.tensor(x, dtype=dtype)[None], tuple(tensors), torch.tensor(p0, dtype=dtype)[None], kind)
 
 
-def as_logs(chain: Structured) -> Structured:
-    """The chain with logarithms of parameters and p0."""
-    logs = tuple(parameter.log() for parameter in chain.parameters)
-    return replace(chain, parameters=logs, p0=chain.p0.log(), log_params=True)
+class Results(NamedTuple):
+    """The log-partitions, gradients of all operands, and how many sequences were recomputed in logarithms."""
+
+    log_norm: Tensor
+    gradients: list[Tensor]
+    recomputed: int
 
 
-class Room:
-    """The two passes of a chain by one room, "cpu" in C or "plain" in torch, with what both leave to logarithms."""
-
-    def __init__(self, room: str) -> None:
-        self.choice: Literal["auto", "plain"] = "auto" if room == "cpu" else "plain"
-
-    def forward(self, chain: Structured, keep: bool) -> Walk:
-        with use(self.choice, device="cpu"):
-            return product.forward(operands(chain), keep)
-
-    def backward(self, chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
-        with use(self.choice, device="cpu"):
-            return product.backward(operands(chain), walk, weight, needs, by_log=chain.by_log)
-
-
-class _Product(Product):
-    """A product of factors of any pattern."""
-
-    def __init__(self, chain: Structured) -> None:
-        super().__init__(*chain.parameters)
-        self.states, self.pattern, self._axes = chain.c, chain.pattern, len(chain.batch) + 1
-
-    @property
-    def own_axes(self) -> tuple[int, ...]:
-        return tuple(parameter.dim() - self._axes for parameter in self.parameters)
-
-
-def operands(chain: Structured) -> Operands:
-    pattern, structure = chain.pattern, None
-    if isinstance(pattern, Factors):
-        structure = _Product(chain)
-    elif isinstance(pattern, Arcs):
-        structure = object.__new__(Sparse)  # a graph may be without arcs here
-        structure.parameters, structure.states = chain.parameters, chain.c
-        structure._graph = _Graph(torch.stack([pattern.source, pattern.target]), chain.c)
-    else:
-        structure = Banded(chain.parameters[0], pattern)
-    return Operands(chain.x, structure, chain.p0, chain.ends, chain.log_params)
-
-
-def weights_of(chain: Structured) -> Tensor:
+def weights_of(chain: Chain) -> Tensor:
     """Weights of both signs."""
     return torch.linspace(-0.5, 2.0, max(1, chain.batch.numel()), dtype=F64)[: chain.batch.numel()].view(chain.batch)
 
 
-def answers(room: str, chain: Structured, weight: Tensor | None = None, needs=ALL) -> tuple[Walk, Gradients]:
-    """What forward and backward return; the log-partitions do not depend on what is kept."""
-    module = Room(room)
-    walk, weight = module.forward(chain, True), torch.ones(chain.batch, dtype=F64) if weight is None else weight
-    assert torch.equal(module.forward(chain, False).log_norm.nan_to_num(0.5), walk.log_norm.nan_to_num(0.5))
-    return walk, module.backward(chain, walk, weight, needs)
-
-
-def flat(gradients: Gradients) -> list[Tensor]:
-    return [gradients.x, *gradients.parameters, gradients.p0]
+def results(backend: str, chain: Chain, weight: Tensor | None = None) -> Results:
+    """The product, which does not depend on whether gradients are wanted, and its gradients."""
+    leaves = [operand.detach().requires_grad_() for operand in chain.operands]
+    varied = chain._replace(x=leaves[0], parameters=tuple(leaves[1:-1]), p0=leaves[-1])
+    with on(backend):
+        alone = chain.call(logchain.product)
+        with logchain.rescues() as seen:
+            value = varied.call(logchain.product)
+        weight = torch.ones_like(value) if weight is None else weight.to(value.dtype)
+        gradients = torch.autograd.grad(value, leaves, weight)
+    assert torch.equal(alone.nan_to_num(0.5), value.detach().nan_to_num(0.5))
+    return Results(value.detach(), list(gradients), seen.sequences)
 
 
 def _sum(terms: Tensor, dim: int) -> Tensor:
@@ -194,59 +178,59 @@ def _sum(terms: Tensor, dim: int) -> Tensor:
     return (sums.masked_fill(none, 1.0).log() + top.squeeze(dim)).masked_fill(none, -INF)
 
 
-def dense(pattern: Any, logs: list[Tensor], c: int) -> Tensor:
-    """The logarithms of the matrices (n, c, c), of those of parameters (n, ...), written out for each kind."""
-    n = len(logs[0])
-    nothing = torch.full((n, c, c), -INF, dtype=F64)
-    if isinstance(pattern, Arcs):
-        nothing[:, pattern.source, pattern.target] = logs[0]
-        return nothing
-    if not isinstance(pattern, Factors):
-        for band, offset in enumerate(pattern):
-            to = torch.arange(max(0, offset), c + min(0, offset))
-            nothing[:, to - offset, to] = logs[0][:, band, to]
-        return nothing
-    first = pattern.factors[0]
-    if first.others == 1:
-        matrix = _sum(logs[0][:, :, None] + logs[1][:, None], 3)
-        if not pattern.diagonal:
-            return matrix
-        return _sum(torch.stack([matrix, nothing.diagonal_scatter(logs[2], 0, 1, 2)]), 0)
-    if len(pattern.factors) == 1:
-        places = torch.arange(c).view(logs[0].shape[1:3])
-        nothing[:, places[:, :, None], places[:, None]] = logs[0]
-        return nothing
-    if first.blocks:
-        return (logs[0][..., None] + logs[1].transpose(1, 2)[:, :, None]).reshape(n, c, c)
-    matrix = logs[0]
-    for factor in logs[1:]:
-        size = matrix.shape[1] * factor.shape[1]
-        matrix = (matrix[:, :, None, :, None] + factor[:, None, :, None, :]).reshape(n, size, size)
-    return matrix
+def dense(structure: transitions.Transition) -> Tensor:
+    """The logarithms of the matrices [..., c, c], of those of parameters, written out for each kind."""
+    first, *others = structure.parameters
+    c = structure.states
+    nothing = torch.full((*structure.lead, c, c), -INF, dtype=F64)
+    match structure:
+        case transitions.Sparse():
+            nothing[..., structure.indices[0], structure.indices[1]] = first
+            return nothing
+        case transitions.Banded():
+            for band, offset in enumerate(structure.offsets):
+                to = torch.arange(max(0, offset), c + min(0, offset))
+                nothing[..., to - offset, to] = first[..., band, to]
+            return nothing
+        case transitions.LowRank():
+            matrix = _sum(first[..., :, None, :] + others[0][..., None, :, :], -1)
+            if len(others) == 1:
+                return matrix
+            diagonal = nothing.diagonal_scatter(others[1].expand(nothing.shape[:-1]), 0, -2, -1)
+            return _sum(torch.stack([matrix.expand_as(nothing), diagonal]), 0)
+        case transitions.BlockDiagonal():
+            places = torch.arange(c).view(first.shape[-3:-1])
+            nothing[..., places[:, :, None], places[:, None]] = first
+            return nothing
+        case transitions.Monarch():
+            pairs = first[..., None] + others[0].transpose(-3, -2)[..., :, None, :, :]
+            return pairs.flatten(-2).flatten(-3, -2)
+    for factor in others:
+        pairs = first[..., :, None, :, None] + factor[..., None, :, None, :]
+        first = pairs.flatten(-2).flatten(-3, -2)
+    return first
 
 
-def truth(chain: Structured, *weights: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+def truth(chain: Chain, *weights: Tensor) -> tuple[np.ndarray, list[list[Tensor]]]:
     """The log-partitions, and for each of the weights gradients with respect to x and logarithms of all parameters."""
-    axes, c = len(chain.batch), chain.c
-    logs = [one.double() if chain.log_params else one.double().log() for one in (*chain.parameters, chain.p0)]
-    *leaves, p0 = (one.detach().requires_grad_() for one in logs)
-    lead = torch.broadcast_shapes(*(leaf.shape[: axes + 1] for leaf in leaves))
-    rows = [leaf.expand(*lead, *leaf.shape[axes + 1 :]).flatten(0, axes) for leaf in leaves]
-    matrices = dense(chain.pattern, rows, c).view(*lead, c, c)
+    wide = (parameter.double() for parameter in chain.parameters)
+    leaves = [(one if chain.log_params else one.log()).detach().requires_grad_() for one in wide]
+    matrices = dense(chain.kind.make(*leaves))
+    p0 = chain.p0.double() if chain.log_params else chain.p0.double().log()
     operands = (one.detach().numpy() for one in (chain.x.double(), matrices, p0))
-    lengths = None if chain.ends is None else chain.ends.numpy()
-    found, gradients = reference.marginals(*operands, log_params=True, lengths=lengths), []
+    lengths = None if chain.lengths is None else chain.lengths.numpy()
+    computed, gradients = reference.marginals(*operands, log_params=True, lengths=lengths), []
     for weight in weights:
         factor = weight.numpy()[..., None, None]
-        states, counts = factor * found.states, sum_to(factor[..., None] * found.transitions, matrices.shape)
+        states, counts = factor * computed.states, sum_to(factor[..., None] * computed.transitions, matrices.shape)
         upstream = torch.from_numpy(np.ascontiguousarray(counts))
         used = torch.autograd.grad(matrices, leaves, upstream, retain_graph=True)
         first = torch.from_numpy(sum_to(states[..., 0, :], chain.p0.shape))
         gradients.append([torch.from_numpy(states), *used, first])
-    return torch.from_numpy(np.asarray(found.log_norm)), gradients
+    return np.asarray(computed.log_norm), gradients
 
 
-def possible(chain: Structured) -> Structured:
+def possible(chain: Chain) -> Chain:
     """The chain with weights of 1 in place of all that are not 0."""
 
     def ones(one: Tensor, zero: float, value: float) -> Tensor:
@@ -254,41 +238,40 @@ def possible(chain: Structured) -> Structured:
 
     zero, value = (-INF, 0.0) if chain.log_params else (0.0, 1.0)
     parameters = tuple(ones(parameter, zero, value) for parameter in chain.parameters)
-    return replace(chain, x=ones(chain.x, -INF, 0.0), parameters=parameters, p0=ones(chain.p0, zero, value))
+    return chain._replace(x=ones(chain.x, -INF, 0.0), parameters=parameters, p0=ones(chain.p0, zero, value))
 
 
-def nearness(chain: Structured) -> float:
+def nearness(chain: Chain) -> float:
     """Relative errors of values, and half of those of gradients, besides those of the reference."""
-    if isinstance(chain.pattern, Arcs):
-        return chain.v * (chain.c + 8) * unit(chain.dtype)
-    if isinstance(chain.pattern, Factors):
-        return {F32: 2e-6, F64: 1e-12}[chain.dtype]
-    return {F32: 2e-6, F64: 5e-14}[chain.dtype]
+    (v, c), dtype = chain.x.shape[-2:], chain.x.dtype
+    if chain.kind.is_product:
+        return {F32: 2e-6, F64: 1e-12}[dtype]
+    if len(chain.kind.sizes[0]) == 1:  # arcs
+        return v * (c + 8) * unit(dtype)
+    return {F32: 2e-6, F64: 5e-14}[dtype]
 
 
-def check(room: str, chain: Structured, near: float | None = None) -> Walk:
-    """The answers are as near the truth as `near`, and exactly 0 where they have to be; what `forward` returned."""
-    weight, operands = weights_of(chain), (chain.x, *chain.parameters, chain.p0)
+def check(backend: str, chain: Chain, near: float | None = None) -> Results:
+    """Results are as near the truth as `near`, and exactly 0 where they have to be."""
+    weight, v, dtype = weights_of(chain), chain.x.shape[-2], chain.x.dtype
     with poisoned_memory():
-        walk, gradients = answers(room, chain, weight)
-    near = near or nearness(chain)
+        computed = results(backend, chain, weight)
     # the reference subtracts logarithms as large as these
-    largest = max(float(one.double().nan_to_num(0, 0, 0).abs().max()) for one in operands if one.numel())
-    near = near + 8 * chain.v * largest * 2.0**-53
+    largest = max(float(one.double().nan_to_num(0, 0, 0).abs().max()) for one in chain.operands if one.numel())
+    near = (near or nearness(chain)) + 8 * v * largest * 2.0**-53
     log_norm, (wanted, sizes) = truth(chain, weight, weight.abs())
     _, (reached,) = truth(possible(chain), weight.abs())
-    assert walk.log_norm.dtype == F64 and walk.log_norm.shape == chain.batch
-    np.testing.assert_allclose(walk.log_norm, log_norm, rtol=4e-16, atol=near)
-    factors = isinstance(chain.pattern, Factors)
-    for found, want, size, reach, operand in zip(flat(gradients), wanted, sizes, reached, operands, strict=True):
-        assert found.shape == operand.shape and found.dtype == chain.dtype and found.is_contiguous()
+    assert computed.log_norm.dtype == dtype
+    assert_values(computed.log_norm, log_norm, near + ulp(log_norm, dtype))
+    for one, want, size, reach, operand in zip(computed.gradients, wanted, sizes, reached, chain.operands, strict=True):
+        assert one.shape == operand.shape and one.dtype == dtype
         # products of factors flush what is small compared with the largest
         most = float(size.max()) if size.numel() else 0.0
-        allowed = 2 * near * (size + max(1e-4, most) if factors else size) + 2.0**-50
-        entry = 1.0 if chain.log_params or chain.by_log or operand is chain.x else operand.double()
-        zero = operand == (-INF if chain.log_params or operand is chain.x else 0.0)
-        assert not found[zero | (reach == 0)].any(), "the impossible has a gradient"
-        expected = torch.where(zero, 0.0, want / entry).to(chain.dtype).double()  # infinite beyond the dtype
-        off = (found.double() - expected).abs() * entry
-        assert (zero | (found == expected) | (off <= allowed)).all(), f"{(off / allowed).nan_to_num(0).max()}"
-    return walk
+        allowed = 2 * near * (size + max(1e-4, most) if chain.kind.is_product else size) + 2.0**-50
+        log = chain.log_params or operand is chain.x
+        entry, zero = 1.0 if log else operand.double(), operand == (-INF if log else 0.0)
+        assert not one[zero | (reach == 0)].any(), "the impossible has a gradient"
+        expected = torch.where(zero, 0.0, want / entry).to(dtype).double()  # infinite beyond the dtype
+        off = (one.double() - expected).abs() * entry
+        assert (zero | (one == expected) | (off <= allowed)).all(), f"{(off / allowed).nan_to_num(0).max()}"
+    return computed

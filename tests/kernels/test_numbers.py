@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted, relative_logs
+from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted
 
 
 def exponentials(d):
@@ -39,19 +39,3 @@ def test_sums_lose_nothing(count):
     high, low = exact_sum(terms.clone())
     for column, truth in enumerate(exact):
         assert abs(Fraction((high + low)[column].item()) - truth) <= abs(truth) * Fraction(1, 2**52)
-
-
-@pytest.mark.parametrize("scale", [2.0**-1040, 2.0**-1000, 1.0, 2.0**1000], ids=["subnormal", "tiny", "1", "huge"])
-def test_relative_logs_have_the_digits_of_their_differences(scale):
-    weights = torch.tensor([[0.75, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64) * scale
-    logs, top = relative_logs(weights, -1, log=False)
-    truth = [math.log(0.75), 0.0, math.log(0.5), -math.inf]
-    torch.testing.assert_close(logs[0], torch.tensor(truth, dtype=torch.float64), rtol=2.0**-52, atol=0)
-    assert (logs[1] == -math.inf).all() and top[1] == 0 and top[0].item() == math.log(scale)
-
-
-def test_relative_logs_of_what_underflows_beside_the_largest():
-    weights = torch.tensor([2.0**1023, 2.0**-1074, math.nan], dtype=torch.float64)
-    logs, _ = relative_logs(weights[:2], -1, log=False)
-    torch.testing.assert_close(logs[1].item(), -2097 * math.log(2), rtol=2.0**-50, atol=0)
-    assert relative_logs(weights, -1, log=False)[0].isnan().all()

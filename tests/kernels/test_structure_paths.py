@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+import logchain
 from logchain import reference
-from logchain.kernels.cpu import sparse
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, draw, hub
 
@@ -16,47 +16,44 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"]
 def with_dense(kind, **options):
     """A chain of sequences of different lengths, and its operands with dense matrices."""
     chain = draw(kind, (2, 3), (2, 1), log=True, zeros=0.1, ends=True, **options)
-    matrices = structures.dense(chain.pattern, [chain.parameters[0].double().flatten(0, 2)], chain.c)
-    steps = chain.parameters[0].shape[2]
-    return chain, [chain.x.double(), matrices.view(2, 1, steps, chain.c, chain.c), chain.p0.double()]
+    matrices = structures.dense(chain.kind.make(chain.parameters[0].double()))
+    return chain, [chain.x.double(), matrices, chain.p0.double()]
 
 
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 300.0, 1e7])
 def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level):
     """In each entry, however far below the others."""
-    for kind in (structures.bands(19, 0, 2, -1, 18), structures.random_arcs(37), structures.arcs(3, [])):
+    for kind in (structures.bands(19, 0, 2, -1, 18), structures.random_arcs(37)):
         for steps in (1, 5):
             chain, dense = with_dense(kind, v=6, steps=steps, dtype=dtype, scale=scale)
-            lengths = chain.ends.numpy()
+            lengths = chain.lengths.numpy()
             wanted = reference.forward_backward(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
-            found, near = sparse.messages(chain), 1e-13 * (1 + scale)
-            for one, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(one, torch.from_numpy(np.asarray(other)), rtol=1e-15, atol=near)
-            states, log_norm = sparse.filtered(chain)
-            assert states.dtype == dtype or scale == 1e7  # whose exponents are not exact in float32
-            shares = found[0].softmax(-1).nan_to_num(0.0)
+            computed, near = chain.call(logchain.forward_backward), 1e-13 * (1 + scale)
+            for one, other in zip(computed, wanted, strict=True):
+                rounding = 1e-15 if dtype == F64 else 2.0**-24
+                torch.testing.assert_close(one.double(), torch.from_numpy(np.asarray(other)), rtol=rounding, atol=near)
+            states, log_norm = chain.call(logchain.filtered)
+            shares = torch.from_numpy(np.asarray(wanted.forward)).softmax(-1).nan_to_num(0.0)
             torch.testing.assert_close(states.double(), shares, rtol=0, atol=1e-5 if dtype == F32 else near)
-            torch.testing.assert_close(log_norm, found[2], rtol=1e-6 if dtype == F32 else 1e-15, atol=near)
+            exact = torch.from_numpy(np.asarray(wanted.log_norm))
+            torch.testing.assert_close(log_norm.double(), exact, rtol=1e-6 if dtype == F32 else 1e-15, atol=near)
 
 
 @pytest.mark.parametrize(("steps", "dtype"), [(1, F32), (3, F64)], ids=str)
 def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
-    """Pairs of neighbors come as often as they should, by numbers that cover the unit interval evenly."""
+    """States are as frequent as their posteriors say, and no pair of neighbors is impossible."""
     for kind in (structures.bands(7, 0, 2, -1), structures.random_arcs(6), structures.arcs(70, hub(70))):
         chain, dense = with_dense(kind, v=4, steps=steps, dtype=dtype, scale=3.0)
-        count, lengths, ends = 4000, chain.ends.numpy(), chain.ends[..., None]
+        count, lengths, ends = 4000, chain.lengths.numpy(), chain.lengths[..., None]
         wanted = reference.marginals(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
-        generator = torch.Generator().manual_seed(0)
-        shifts = (torch.arange(count, dtype=F64) + 0.5) / count
-        order = torch.rand(count, *chain.x.shape[:-1], generator=generator).argsort(0)
-        drawn = sparse.draws(chain, shifts[order])
+        drawn = chain.call(logchain.sample, count, generator=torch.Generator().manual_seed(0))
         assert ((drawn == -1) == (torch.arange(4) >= ends) | torch.from_numpy(wanted.log_norm == -INF)[..., None]).all()
         for step in range(4):
-            found = torch.nn.functional.one_hot(drawn[..., step] + 1, chain.c + 1)[..., 1:].double().mean(0)
+            computed = torch.nn.functional.one_hot(drawn[..., step] + 1, chain.kind.c + 1)[..., 1:].double().mean(0)
             truth = torch.from_numpy(np.asarray(wanted.states[..., step, :]))
-            torch.testing.assert_close(found, truth, rtol=0, atol=0.04)
-        logs = dense[1].expand(2, 3, 3, chain.c, chain.c)
+            torch.testing.assert_close(computed, truth, rtol=0, atol=0.04)
+        logs = dense[1].expand(2, 3, 3, chain.kind.c, chain.kind.c)
         before, after = drawn[..., :-1].clamp(min=0), drawn[..., 1:].clamp(min=0)
         sets, members, step = (torch.arange(size) for size in (2, 3, 3))
         used = logs[sets[:, None, None], members[:, None], step, before, after]
@@ -68,28 +65,28 @@ def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
 def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):
     """Of whole numbers, whose sums are exact; also where a state has more arcs than a row."""
     shapes = structures.bands(41, 3, -2, 0, 40, 1, -1, 2, 5, 7), structures.bands(5, 1), structures.random_arcs(37)
-    for kind in (*shapes, structures.arcs(210, hub(200)), structures.arcs(3, [])):
+    for kind in (*shapes, structures.arcs(210, hub(200))):
         chain, dense = with_dense(kind, v=9, steps=steps, dtype=dtype)
-        for operand in (chain.x, *chain.parameters, chain.p0):
+        for operand in chain.operands:
             operand.round_()
         dense = [one.round().numpy() for one in dense]
-        wanted = reference.viterbi(*dense, log_params=True, lengths=chain.ends.numpy())
-        states, unknown = sparse.best_paths(chain)
-        assert not unknown.any() and (states == torch.from_numpy(wanted.states)).all()
+        wanted = reference.viterbi(*dense, log_params=True, lengths=chain.lengths.numpy())
+        computed = chain.call(logchain.viterbi)
+        assert not computed.score.isnan().any() and (computed.states == torch.from_numpy(wanted.states)).all()
 
 
 @DTYPES
 @pytest.mark.parametrize("name", ["arcs", "bands"])
 def test_no_path_is_known_where_a_number_is_infinite_or_none(name, dtype):
     chain = draw(KINDS[name], (4,), (4,), steps=4, dtype=dtype)
-    states, _ = sparse.best_paths(chain)
+    states = chain.call(logchain.viterbi).states
     for number in (NAN, INF):
         for operand in (chain.x[:, 4], chain.parameters[0][:, 3], chain.p0):
             operand, restored = operand.flatten(1), operand.flatten(1)[:, 0].clone()
             operand[1, 0] = number
-            found, unknown = sparse.best_paths(chain)
-            assert unknown.tolist() == [False, True, False, False] and (found[1] == -1).all()
-            assert torch.equal(found[2:], states[2:])
+            computed, score = chain.call(logchain.viterbi)
+            assert score.isnan().tolist() == [False, True, False, False] and (computed[1] == -1).all()
+            assert torch.equal(computed[2:], states[2:])
             operand[:, 0] = restored
     chain.parameters[0][0, 0] = -1.0
-    assert sparse.best_paths(chain)[1].tolist() == [True, False, False, False]
+    assert chain.call(logchain.viterbi).score.isnan().tolist() == [True, False, False, False]

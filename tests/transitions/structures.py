@@ -1,9 +1,7 @@
-"""Structures of each kind, and their matrices by the formulas of their docstrings, entry by entry."""
+"""Structures of each kind."""
 
-import itertools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from logchain import transitions
@@ -55,32 +53,3 @@ MAKE: dict[str, Callable[..., Transition]] = {
     "narrow": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 2), rand(*lead, 2, 3, 6)),
     "user's": lambda rand, *lead: Shift(rand(*lead, C)),
 }
-
-
-def entry(structure: Transition, i: int, j: int) -> float:
-    """P[i, j] of a structure without leading axes, by its formula."""
-    parameters = [parameter.detach().double().numpy() for parameter in structure.parameters]
-    match structure:
-        case transitions.Banded():
-            return sum(parameters[0][k, j] for k, offset in enumerate(structure.offsets) if j - i == offset)
-        case transitions.Sparse():
-            arcs = zip(*structure.indices.tolist(), parameters[0], strict=True)
-            return sum(value for source, target, value in arcs if (source, target) == (i, j))
-        case transitions.LowRank():
-            stays = parameters[2][i] if len(parameters) > 2 and i == j else 0.0
-            return parameters[0][i] @ parameters[1][j] + stays
-        case transitions.BlockDiagonal():
-            size = parameters[0].shape[-1]
-            return parameters[0][i // size, i % size, j % size] if i // size == j // size else 0.0
-        case transitions.Kronecker():
-            sizes = [matrix.shape[0] for matrix in parameters]
-            tuples = list(itertools.product(*map(range, sizes)))
-            pairs = zip(parameters, tuples[i], tuples[j], strict=True)
-            return float(np.prod([matrix[a, b] for matrix, a, b in pairs]))
-        case transitions.Monarch():
-            left, right = parameters
-            (a, b), (middle, last) = divmod(i, left.shape[1]), divmod(j, right.shape[2])
-            return left[a, b, middle] * right[middle, a, last]
-        case Shift():
-            return parameters[0][i] if j == (i + 1) % C else 0.0
-    raise AssertionError(structure)

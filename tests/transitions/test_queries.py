@@ -127,22 +127,6 @@ def test_few_variables_or_sequences_have_results_of_matrices(kind, sizes):
     assert logchain.sample(problem.x, problem.structure, problem.p0, 3).shape == (3, *problem.x.shape[:-1])
 
 
-@KINDS
-@pytest.mark.parametrize("v", [2, V])
-def test_gradient_does_not_depend_on_which_others_are_needed(kind, v):
-    problem = Problem(kind)
-    operands = [problem.x[..., :v, :], problem.p0, *problem.structure.parameters]
-
-    def value(x, p0, *parameters):
-        return logchain.product(x, problem.structure.with_parameters(*parameters), p0).sum()
-
-    together = torch.autograd.grad(value(*operands), operands)
-    for place, expected in enumerate(together):
-        alone = [operand.detach() for operand in operands]
-        alone[place].requires_grad_()
-        assert_close(torch.autograd.grad(value(*alone), alone[place])[0], expected, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("query", ["product", "stream"])
 @KINDS
 def test_second_derivatives_are_those_of_matrices(kind, query):
@@ -221,20 +205,6 @@ def test_draws_of_packed_sequences_are_possible(kind):
 
 
 @KINDS
-def test_float32_keeps_its_bound_and_half_is_computed_in_float32(kind):
-    problem = Problem(kind, dtype=F32)
-    with torch.no_grad():
-        value = logchain.product(problem.x, problem.structure, problem.p0)
-        exact = reference.product(problem.x, problem.structure, problem.p0)
-        assert value.dtype == F32
-        assert_close(value.double(), torch.from_numpy(exact), rtol=2**-23, atol=V * (C + 8) * 2**-24)
-        half = [leaf.bfloat16() for leaf in problem.leaves]
-        structure = problem.structure.with_parameters(*half[2:])
-        value = logchain.product(half[0], structure, half[1])
-        assert torch.equal(value, logchain.product(half[0].float(), structure.to(F32), half[1].float()))
-
-
-@KINDS
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_potentials_of_thousands_of_nats_keep_the_bound(kind, dtype):
     problem = Problem(kind, dtype=dtype, spread=3000.0)
@@ -266,21 +236,6 @@ def test_offset_of_all_potentials_does_not_drown_weights(kind, offset):
         assert torch.equal(*draws)
 
 
-@KINDS
-def test_impossible_and_unknown_sequences_leave_others_alone(kind):
-    problem = Problem(kind)
-    x = problem.x.detach().clone()
-    x[0, 1, 3], x[1, 0, 2, 1] = -torch.inf, torch.nan
-    x.requires_grad_()
-    value = logchain.product(x, problem.structure, problem.p0)
-    assert value[0, 1] == -torch.inf and value[1, 0].isnan()
-    others = torch.tensor([[True, False, True], [False, True, True]])
-    assert_close(value[others], logchain.product(problem.x, problem.dense, problem.p0)[others])
-    (states,) = torch.autograd.grad(value[others].sum() + value[0, 1], x, retain_graph=True)
-    assert not states[0, 1].any() and states[others].isfinite().all()
-    assert not any(gradient.any() for gradient in torch.autograd.grad(value[0, 1], problem.structure.parameters))
-
-
 def test_wrong_operands_are_named():
     structure = transitions.Banded(torch.ones(2, C), [0, 1])
     x, p0 = torch.zeros(2, V, C), torch.ones(C)
@@ -309,29 +264,11 @@ def test_transforms_are_refused(transform):
 
 
 @KINDS
-def test_check_names_negative_weights_of_structures(kind):
-    problem = Problem(kind)
-    logchain.check(problem.x, problem.structure, problem.p0)
-    with pytest.raises(ValueError, match=r"bulk\.\S+: expected non-negative weights, got -"):
-        logchain.check(problem.x, problem.structure.map(torch.neg), problem.p0)
-    steps = problem.structure.map(lambda part: part.expand(V - 1, *part.shape))
-    logchain.check(problem.x, steps, problem.p0, lengths=LENGTHS)
-    logchain.check(problem.x[..., :1, :], steps.map(lambda part: part[:0]), problem.p0)
-
-
-@KINDS
 def test_plan_of_structures_counts_their_multiply_adds(kind):
     problem = Problem(kind)
     planned = logchain.plan(problem.x, problem.structure, problem.p0)
     assert f"{problem.structure.multiply_adds} multiply-adds per step in place of {C**2}" in str(planned)
     assert logchain.plan(problem.x.shape, problem.structure, problem.p0.shape, dtype=problem.x.dtype) == planned
-
-
-@KINDS
-def test_a_single_sequence_has_gradients_of_its_matrices(kind):
-    problem = Problem(kind, batch=())
-    found, expected = problem.both(logchain.product)
-    assert_same_gradients(problem, {"log_norm": found}, {"log_norm": expected})
 
 
 def test_a_nan_after_which_no_step_follows_is_in_no_gradient_of_matrices():

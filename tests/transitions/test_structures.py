@@ -7,7 +7,8 @@ import torch
 
 from logchain import transitions
 from logchain.transitions import LINEAR, LOG, MAX
-from tests.transitions.structures import MAKE, C, entry, numbers
+from tests.kernels.structures import dense
+from tests.transitions.structures import MAKE, C, numbers
 
 KINDS = pytest.mark.parametrize("kind", MAKE)
 LEADS = pytest.mark.parametrize("lead", [(), (5,), (2, 1, 3)], ids=str)
@@ -16,7 +17,10 @@ LEADS = pytest.mark.parametrize("lead", [(), (5,), (2, 1, 3)], ids=str)
 @KINDS
 def test_the_dense_matrix_is_that_of_the_formula(kind):
     structure = MAKE[kind](numbers(0))
-    expected = torch.tensor([[entry(structure, i, j) for j in range(C)] for i in range(C)], dtype=torch.float64)
+    if kind == "user's":
+        expected = structure.parameters[0].diag().roll(1, 1)
+    else:
+        expected = dense(structure.map(torch.log)).exp()
     torch.testing.assert_close(structure.to_dense(), expected, rtol=1e-14, atol=0)
     logs = structure.map(torch.log).to_dense(log_params=True)
     torch.testing.assert_close(logs.exp(), expected, rtol=1e-13, atol=0)

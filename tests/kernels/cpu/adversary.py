@@ -1,9 +1,5 @@
-"""A random search for wrong verdicts: small chains, on the edge of what a format holds, against float64 log-sum-exp.
+"""A random search for wrong verdicts: small chains, on the edge of what a format holds, against float64 log-sum-exp."""
 
-`python -m tests.kernels.cpu.adversary SEED DRAWS` searches float32 and float64 in turn.
-"""
-
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -36,28 +32,17 @@ class Drawn(NamedTuple):
 
 
 class Search:
-    """What a search has seen."""
+    """How many chains a search has seen."""
 
     def __init__(self) -> None:
         self.chains = self.possible = self.recomputed = 0
-        self.wrong: list[str] = []
-        self.worst = {"value": 0.0, "x": 0.0, "bulk": 0.0, "p0": 0.0}
-
-    def __str__(self) -> str:
-        worst = ", ".join(f"{name} {ratio:.3f}" for name, ratio in self.worst.items())
-        return (
-            f"{self.chains} chains, {self.possible} possible, {self.recomputed} recomputed, {len(self.wrong)} wrong;"
-            f" worst error over its bound: {worst}"
-        )
 
 
-def search(seed: int, draws: int, dtypes=(torch.float32, torch.float64), enough: int | None = None) -> Search:
-    """What so many draws show, or those until `enough` answers are wrong."""
+def search(seed: int, draws: int) -> Search:
+    """Judge so many draws, in float32 and float64 in turn."""
     seen = Search()
     for number in range(draws):
-        if enough is not None and len(seen.wrong) >= enough:
-            break
-        drawn = draw(np.random.default_rng((seed, number)), dtypes[number % len(dtypes)])
+        drawn = draw(np.random.default_rng((seed, number)), (torch.float32, torch.float64)[number % 2])
         judge(drawn, seen, f"{seed} {number}", strategy="sequential")
     return seen
 
@@ -175,7 +160,7 @@ def _detours(
 
 
 def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:
-    """Compare value and gradients with the truth: as the contract says, and the reference's own rounding besides."""
+    """Value and gradients are as near the truth as the contract says, but for the reference's own rounding."""
     chain, dtype, c = drawn.chain, drawn.chain.x.dtype, drawn.chain.x.shape[-1]
     known = {"log_params": chain.log_params, "lengths": drawn.lengths}
     with np.errstate(all="ignore"):
@@ -199,7 +184,7 @@ def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1
     bound = truth.value_bound(dtype, k) + slack
     with np.errstate(all="ignore"):
         ratio = np.where(possible, np.abs(found - truth.log_norm) / bound, np.where(np.isneginf(found), 0, np.inf))
-    _record(seen, "value", name, drawn, ratio)
+    assert (ratio <= 1).all(), f"draw {name}: a value is {np.nanmax(ratio):.3g} bounds off"
 
     states = weight[..., None, None] * truth.states
     transitions = weight[..., None, None, None] * truth.transitions
@@ -210,7 +195,8 @@ def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1
     ):
         rounding = slack.reshape(slack.shape + (1,) * (expected.ndim - slack.ndim))
         bound = truth.gradient_bound(expected, k) + 2 * rounding * np.abs(expected)
-        _record(seen, key, name, drawn, _gradient_ratio(leaf, expected, bound, reach, chain.log_params or key == "x"))
+        ratio = _gradient_ratio(leaf, expected, bound, reach, chain.log_params or key == "x")
+        assert (ratio <= 1).all(), f"draw {name}: the gradient of {key} is {np.nanmax(ratio):.3g} bounds off"
 
 
 def _gradient_ratio(
@@ -230,26 +216,3 @@ def _gradient_ratio(
         ratio = np.abs(found * size - expected) / (bound + 2 * least * size)
     ratio = np.where(beyond, 0, ratio)
     return np.where(shut, np.where(found == 0, 0, np.inf), ratio)
-
-
-def _record(seen: Search, key: str, name: str, drawn: Drawn, ratio: np.ndarray) -> None:
-    worst = np.where(np.isnan(ratio), np.inf, ratio).max(initial=0.0)
-    if worst <= 1:
-        seen.worst[key] = max(seen.worst[key], float(worst))
-        return
-    sizes = " ".join(f"{tuple(tensor.shape)}" for tensor in drawn.chain[:3])
-    kind = (
-        f"{drawn.chain.x.dtype}, log_params={drawn.chain.log_params}, {'no ' if drawn.lengths is None else ''}lengths"
-    )
-    at = np.unravel_index(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)), ratio.shape)
-    seen.wrong.append(f"draw {name}: {key} at {tuple(map(int, at))} is {worst:.3g} bounds off: {sizes} {kind}")
-
-
-def _main() -> None:
-    torch.set_num_threads(1)
-    found = search(int(sys.argv[1]), int(sys.argv[2]))
-    print(*found.wrong[:50], found, sep="\n")
-
-
-if __name__ == "__main__":
-    _main()

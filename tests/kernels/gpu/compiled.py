@@ -3,16 +3,12 @@
 With a number after it, those of one call in so many.
 
 Public functions call them through Triton's own JIT on CPU tensors, with a driver that launches nothing: arguments are
-specialized and bound as on a device. Compilers and disassemblers are in Triton's wheel.
+specialized and bound as on a device. Compilers are in Triton's wheel.
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -25,42 +21,6 @@ import logchain
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)
 }  # fmt: skip
-
-# machine code of CUDA and ROCm: an address or a label, an operation, and where it jumps to
-_LINE = re.compile(
-    r"^\s*(?:/\*([0-9a-f]{4,})\*/|(\.L\w+):)?\s*(?:@!?U?P\w+ +)?(\w+)?.*?(?:0x([0-9a-f]+) ;|(\.L\w+)$|$)", re.MULTILINE
-)
-
-
-def spills_in_loops(code: str) -> int:
-    r"""The number of loads and stores of spilled registers between a backward jump and where it leads.
-
-    >>> spills_in_loops("/*0000*/ STL [R1], R2 ;\n/*0010*/ LDL R2, [R1] ;\n/*0020*/ @P0 BRA 0x10 ;")
-    1
-    """
-    places, spills, loops = {}, [], []
-    for number, (address, label, operation, to, to_label) in enumerate(_LINE.findall(code)):
-        places[int(address, 16) if address else label] = number
-        if re.match("STL|LDL|scratch_", operation):
-            spills.append(number)
-        start = places.get(int(to, 16) if to else to_label, number)
-        if re.match("BRA|s_c?branch", operation) and start < number:
-            loops.append(range(start, number))
-    return sum(any(spill in loop for loop in loops) for spill in spills)
-
-
-def report(compiled) -> dict[str, int]:
-    """The registers, the bytes of shared memory, and the spills in loops of a compiled kernel."""
-    usage = code = compiled.asm.get("amdgcn", "")
-    if not code:
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(compiled.asm["cubin"])
-            usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
-            if "STACK:0 " not in usage:  # to disassemble takes a second
-                code = subprocess.check_output([tool, "-sass", file.name], text=True, stderr=subprocess.DEVNULL)
-    registers = re.search(r"(?:REG:|\.vgpr_count: +)(\d+)", usage)
-    return {"registers": int(registers[1]), "shared": compiled.metadata.shared, "spills": spills_in_loops(code)}
 
 
 def _chain(n: int, c: int, dtype: torch.dtype = torch.float32, *, separate=False, paths=False, **options) -> None:
@@ -108,12 +68,12 @@ def main(target: GPUTarget, every: int = 1) -> None:
 
     def compile_only(self, *args, grid, warmup, **options):
         assert all(0 < size < 2**31 for size in grid), grid
-        row = {"kernel": self.fn.__name__, "call": current[-1], "rows": options.get("M")}
+        row = {"kernel": self.fn.__name__, "call": current[-1]}
         try:
             compiled = run(self, *args, grid=grid, warmup=True, **options)
             if compiled.hash not in known:
                 known.add(compiled.hash)
-                print(json.dumps(row | report(compiled)), flush=True)
+                print(json.dumps(row | {"shared": compiled.metadata.shared}), flush=True)
         except Exception as error:
             print(json.dumps(row | {"error": f"{type(error).__name__}: {error}"[-1000:]}), flush=True)
 
