@@ -52,7 +52,7 @@ def _add_piece(
 
     Returns the adjoint of the message that enters, None without one.
     """
-    leaves = [tensor.detach().requires_grad_() for tensor in piece.tensors]
+    leaves = [tensor.detach().double().requires_grad_() for tensor in piece.tensors]
     message = None if entering is None else entering.values.requires_grad_()
     with torch.enable_grad():
         steps = piece.of(*leaves).steps(entered=entering is not None)

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import logchain
+from logchain.transitions import LowRank
 from tests.contract import unit
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, Chain, check, draw, results
@@ -76,8 +78,9 @@ def test_hard_chains_have_no_wrong_verdict(dtype):
 
 
 @pytest.mark.parametrize("weight", [1e-30, 1e25])
-def test_gradients_follow_weights_of_any_size(weight):
-    chain = draw(KINDS["low_rank"], scale=3.0)
+@pytest.mark.parametrize("name", ["low_rank", "arcs", "bands"])
+def test_gradients_follow_weights_of_any_size(name, weight):
+    chain = draw(KINDS[name], scale=3.0)
     sizes = torch.tensor([1.0, -2.0, 3.0], dtype=F64)
     one, scaled = (results("cpu", chain, factor * sizes) for factor in (1.0, weight))
     for gradient, result in zip(one.gradients, scaled.gradients, strict=True):
@@ -90,3 +93,16 @@ def test_gradients_follow_weights_of_any_size(weight):
 def test_float64_log_partitions_are_not_rounded_by_their_scale():
     """The scale of a message, 900 bits, is taken out of its sum before the logarithm."""
     check("cpu", draw(KINDS["monarch"], dtype=F64), near=5 * 30 * 2.0**-53)
+
+
+def test_half_gradients_of_shared_operands_are_added_in_float64():
+    """Those of each sequence, which is computed in logarithms, are out of the range of float16."""
+    x = torch.zeros(2, 2, 2, dtype=torch.float16)
+    x[:, 0, 1] = -200.0
+    p0 = torch.tensor([0.0, -1.0], dtype=torch.float16).requires_grad_()
+    left, right = (torch.tensor([[a], [-200.0 - a]], dtype=torch.float16) for a in (-200.0, 0.0))
+    with logchain.rescues() as seen:
+        log_norm = logchain.product(x, LowRank(left, right), p0, log_params=True)
+    (gradient,) = torch.autograd.grad(log_norm, p0, torch.tensor([1e6, 1.0 - 1e6]))
+    assert seen.sequences == 2
+    torch.testing.assert_close(gradient.double(), torch.tensor([0.7310586, 0.2689414], dtype=F64), rtol=1e-3, atol=0.0)

@@ -78,16 +78,16 @@ typedef struct {
     int as_logs;          /* entries.m are finite logarithms, for structure_paths.h, or else `has_nan` */
 } Matrix;
 
-/* Entries that are counted while they are summed: S P T / Z times 2^(LIFT + OWN_LIFT), without the mantissas of P.
-   `shift`: what exponents lack; `share`: weight / Z. */
-typedef struct { Row kept; real shift, share, *counts; } Counting;
+/* Entries that are counted while they are summed: S P T / Z times 2^lift, without the mantissas of P. `shift`: what
+   exponents lack; `share`: weight / Z. */
+typedef struct { Row kept; real shift, share, lift, *counts; } Counting;
 
 /* A row to be multiplied by a matrix: the row, also aligned to 2^e, or null; where the sums go; what is counted, or
    null; the number of blocks where the aligned row was not right. */
 typedef struct { Row row, to; const real *aligned; real e; const Counting *counting; int64_t failed; } Factor;
 
 INLINE reals count_factor(const Counting *n, Split own, reals e) {
-    return own.m * bounded_power((own.e + e) + (n->shift + (LIFT + OWN_LIFT))) * n->share;
+    return own.m * bounded_power((own.e + e) + (n->shift + n->lift)) * n->share;
 }
 INLINE void count_term(reals factor, reals part, real *count) { store(count, load(count) + part * factor); }
 
@@ -181,8 +181,8 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
     m->top = largest(m->tops);
 }
 
-/* Counts of the entries of a matrix: of some steps, and if all share it, of those before. */
-typedef struct { int64_t entries, steps; real *recent; double *total; } Counts;
+/* Counts of the entries of a matrix times 2^lift: of some steps, and if all share it, of those before. */
+typedef struct { int64_t entries, steps; real lift, *recent; double *total; } Counts;
 
 static void clear_counts(Counts *n) {
     for (int64_t k = 0; k < n->entries * LANES; k++) n->recent[k] = 0;
@@ -195,9 +195,9 @@ static void add_recent(Counts *n) {
 }
 
 /* Gradients of an entry: its counts over the weights, unless they are those of logarithms; 0 at weight 0. */
-INLINE reals gradient_of(const Exact *a, Split weight, reals count) {
-    Split value = {count, -(LIFT + OWN_LIFT) - weight.e};
-    if (a->logarithms || a->by_log) value = (Split){count * weight.m, splat(-(LIFT + OWN_LIFT))};
+INLINE reals gradient_of(const Exact *a, Split weight, reals count, real lift) {
+    Split value = {count, -lift - weight.e};
+    if (a->logarithms || a->by_log) value = (Split){count * weight.m, splat(-lift)};
     return where((weight.e > -INFINITE) & (count != 0), value_of_split(value), splat(0));
 }
 
@@ -210,7 +210,7 @@ static void write_counts(const Exact *a, const Matrix *m, const Place *place, in
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             reals count = load(n->recent + entry * LANES);
             if (n->total) UNROLL for (int l = 0; l < LANES; l++) count[l] = (real)n->total[entry * LANES + l];
-            reals gradient = gradient_of(a, load_split(m->entries, entry * LANES), count);
+            reals gradient = gradient_of(a, load_split(m->entries, entry * LANES), count, n->lift);
             Lanes lanes = lanes_of(a, m, block, entry, outer, inner);
             UNROLL for (int l = 0; l < LANES; l++) {
                 int64_t to = place_of_lane(&lanes, l);

@@ -58,7 +58,7 @@ static void write_p0_gradient(const Scan *w, const Sequence *s) {
 static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
     const Exact *a = w->a;
     int last = step + 1 == s->place->steps;
-    s->counting = (Counting){.counts = last ? 0 : counts};
+    s->counting = (Counting){.counts = last ? 0 : counts, .lift = w->counts.lift};
     if (last) last_row(w, s);
     if (!a->log_norm) return;
     if (kind_of(a) == DENSE) return begin_dense(w, s, step);
@@ -147,14 +147,16 @@ static void scan_backward(Scan *w) {
     set_mode(mode);
 }
 
-/* Whether what is flushed to zero is negligible: see flush.h. */
-static int have_ordinary_weights(const Exact *a) {
+/* Whether what is flushed to zero is negligible, see flush.h, and the lift of counts, which large weights lower. */
+static void read_weights(Scan *w) {
+    const Exact *a = w->a;
     double least = __builtin_inf(), most = 0;
     for (int64_t place = a->first; place < a->last && a->weight; place++) {
         double weight = a->weight[a->places[place].index], size = weight < 0 ? -weight : weight;
         least = size > 0 && size < least ? size : least, most = size > most ? size : most;
     }
-    return are_ordinary(least, most);
+    w->ordinary = are_ordinary(least, most), w->counts.lift = LIFT + OWN_LIFT;
+    for (; most > 1 && most < __builtin_inf(); most /= 2) w->counts.lift -= 1;
 }
 
 /* How far bands reach from a state, in whole vectors. */
@@ -191,8 +193,7 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
         if (kind_of(a) == DENSE) clear_row(w.width, kept);
     }
     if (!a->room) return room.bytes;
-    w.ordinary = have_ordinary_weights(a);
-    clear_counts(&w.counts), w.sequence = current;
+    read_weights(&w), clear_counts(&w.counts), w.sequence = current;
     for (int64_t place = a->first; place < a->last; place += w.count) {
         const Place *first = a->places + place;
         w.steps = w.count = 0;
