@@ -16,15 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..message import LOG_LIMIT
 from .chains import Chains
-from .scaled import add, exp, finite, log, log_split
-
-
-@triton.constexpr_function
-def limit(dtype):
-    """The stored logarithm that represents NaN; less it represents -inf."""
-    return LOG_LIMIT[torch.float64 if dtype == tl.float64 else torch.float32]
+from .scaled import add, exp, finite, log, log_split, numbers
 
 
 @triton.jit
@@ -39,7 +32,7 @@ def logs_and_factors(p, LOG: tl.constexpr):
 @triton.jit
 def _store_logs(at, logs, mask):
     """Store float64 logarithms as finite numbers."""
-    LIMIT: tl.constexpr = limit(at.dtype.element_ty)
+    LIMIT: tl.constexpr = numbers(at.dtype.element_ty).limit
     least = tl.where(logs == float("-inf"), -LIMIT, tl.maximum(logs, -0.99 * LIMIT))
     tl.store(at, tl.where(logs < LIMIT, least, LIMIT).to(at.dtype.element_ty), mask=mask)
 
@@ -47,7 +40,7 @@ def _store_logs(at, logs, mask):
 @triton.jit
 def _load_logs(at, mask):
     """Load stored logarithms as float64."""
-    LIMIT: tl.constexpr = limit(at.dtype.element_ty)
+    LIMIT: tl.constexpr = numbers(at.dtype.element_ty).limit
     logs = tl.load(at, mask=mask, other=-LIMIT).to(tl.float64)
     return tl.where(logs <= -0.995 * LIMIT, float("-inf"), tl.where(logs >= 0.995 * LIMIT, float("nan"), logs))
 

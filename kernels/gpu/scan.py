@@ -23,8 +23,8 @@ import triton  # noqa: I001
 import triton.language as tl
 
 from .scaled import (
-    LN2, exp_over_power, exp_split, exponent, finite, floor_of, log_times_power, low_exponent, multiply, power,
-    target, times_power, trusted, trusted_joint, whole_bits,
+    LN2, exp_over_power, exp_split, exponent, finite, log_times_power, multiply, numbers, power, times_power,
+    whole_bits,
 )  # fmt: skip  # isort: skip
 
 # the exponents of 0, and of a sum that may be inexact
@@ -61,7 +61,7 @@ def _positive(p, LOG: tl.constexpr):
 @triton.jit
 def _lowness(k, least, LOG: tl.constexpr):
     """Of a matrix with exponent k: 0; 1 if it is `low`, see `scaled`; 2 if no sum of its products is exact."""
-    LOWEST: tl.constexpr = low_exponent(least.dtype)
+    LOWEST: tl.constexpr = numbers(least.dtype).low
     if LOG:
         return (least < (k + LOWEST).to(least.dtype) * LN2).to(tl.int32)
     else:
@@ -88,7 +88,7 @@ def prepare_kernel(
         message, k = _scaled_start(start, START_LOG, DTYPE)
         tl.store(message_ptr + sequence * C + j, message, mask=j < C)
         if taken_ptr is not None:
-            tl.store(taken_ptr + sequence, (k - target(DTYPE)).to(tl.int64))
+            tl.store(taken_ptr + sequence, (k - numbers(DTYPE).target).to(tl.int64))
             tl.store(taken_ptr + (tl.num_programs(0) - matrices) + sequence, tl.zeros((), tl.int64))
             tl.store(flag_ptr + sequence, tl.zeros((), tl.int8))
 
@@ -128,8 +128,8 @@ def _scaled_start(start, LOG: tl.constexpr, DTYPE: tl.constexpr):
         weight = start.to(DTYPE)
         k = exponent(tl.max(weight, 0))
         message = weight * power(-k, DTYPE)
-    message *= 2.0 ** target(DTYPE)
-    raised = tl.maximum(message, floor_of(DTYPE), propagate_nan=tl.PropagateNan.ALL)
+    message *= 2.0 ** numbers(DTYPE).target
+    raised = tl.maximum(message, numbers(DTYPE).floor, propagate_nan=tl.PropagateNan.ALL)
     zero = start == (float("-inf") if LOG else 0.0)
     weight = tl.where(message < 0.0, float("nan"), raised)
     return tl.where(zero, 0.0, weight), k
@@ -163,8 +163,9 @@ def _scan(
     `other_ptr` only messages are written.
     """
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
-    TARGET: tl.constexpr = target(DTYPE)
-    FLOOR: tl.constexpr = floor_of(DTYPE)
+    NUMBERS: tl.constexpr = numbers(DTYPE)
+    TARGET: tl.constexpr = NUMBERS.target
+    FLOOR: tl.constexpr = NUMBERS.floor
     HELD: tl.constexpr = K >= C  # messages stay in registers
     DIRECTION: tl.constexpr = -1 if REVERSE else 1
     group = tl.program_id(0)
@@ -254,7 +255,7 @@ def _scan(
         f, n = exp_split(x)
         new = u * f
         limit = tl.where(low == 1, tl.full((M,), N, DTYPE), tl.full((M,), float("inf"), DTYPE))
-        limit = tl.where(low == 0, tl.full((M,), trusted(DTYPE, N), DTYPE), limit)
+        limit = tl.where(low == 0, tl.full((M,), N * NUMBERS.trusted, DTYPE), limit)
         limit = tl.where(begins, tl.full((M,), 2 * FLOOR, DTYPE), limit)[:, None]
         exact = (new >= limit) | ((u == 0.0) & (new == 0.0) & ((low == 0) | begins)[:, None])
         if other_ptr is not None:
@@ -271,7 +272,7 @@ def _scan(
         if other_ptr is not None:
             joint = other * 2.0**-TARGET * u
             nu = tl.sum(joint, 1)
-            trust = (nu == 0.0) | ((nu >= trusted_joint(DTYPE, N)) & (nu < float("inf")))
+            trust = (nu == 0.0) | ((nu >= N * N * NUMBERS.trusted_joint) & (nu < float("inf")))
             flagged |= active & (trust == 0)
             if weight_ptr is not None:
                 weight = tl.load(weight_ptr + sequence, mask=inside, other=0.0).to(DTYPE)
