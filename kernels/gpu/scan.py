@@ -79,7 +79,22 @@ def prepare_kernel(
     """The first programs prepare one shared matrix each, the others the first message of one sequence each."""
     if bound_ptr is not None:
         if tl.program_id(0) < matrices:
-            _prepare_matrix(p_ptr, bound_ptr, linear_ptr, g, p_strides, STRIDE_K, STRIDE_J, C, BLOCK, N, LOG, DTYPE)
+            matrix, j = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+            p_ptr += matrix // g * p_strides[0] + matrix % g * p_strides[1]
+            top = tl.full((BLOCK, N), float("-inf") if LOG else 0.0, DTYPE)
+            least = tl.full((BLOCK, N), float("inf"), DTYPE)
+            for first in tl.range(0, C, BLOCK):
+                p = load_block(p_ptr, first + tl.arange(0, BLOCK), j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
+                top = tl.maximum(top, p)
+                least = tl.minimum(least, _positive(p, LOG))
+            k = _top_exponent(top, LOG)
+            tl.store(bound_ptr + matrix, 4 * k + _lowness(k, tl.min(least), LOG))
+            if linear_ptr is not None:
+                for first in tl.range(0, C, BLOCK):
+                    rows = first + tl.arange(0, BLOCK)
+                    p = load_block(p_ptr, rows, j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
+                    out = linear_ptr + matrix * C * C + rows[:, None] * C + j[None, :]
+                    tl.store(out, exp_over_power(p, k) if LOG else p, mask=(rows < C)[:, None] & (j < C)[None, :])
             return
     if message_ptr is not None:
         sequence, j = (tl.program_id(0) - matrices).to(tl.int64), tl.arange(0, N)
@@ -91,30 +106,6 @@ def prepare_kernel(
             tl.store(taken_ptr + sequence, (k - numbers(DTYPE).target).to(tl.int64))
             tl.store(taken_ptr + (tl.num_programs(0) - matrices) + sequence, tl.zeros((), tl.int64))
             tl.store(flag_ptr + sequence, tl.zeros((), tl.int8))
-
-
-@triton.jit
-def _prepare_matrix(
-    p_ptr, bound_ptr, linear_ptr, g, p_strides, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
-    BLOCK: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Write 4 k + lowness, 2^k near the matrix's largest entry, and if wanted the matrix or `exp(P) / 2^k`."""
-    matrix, j = tl.program_id(0).to(tl.int64), tl.arange(0, N)
-    p_ptr += matrix // g * p_strides[0] + matrix % g * p_strides[1]
-    top = tl.full((BLOCK, N), float("-inf") if LOG else 0.0, DTYPE)
-    least = tl.full((BLOCK, N), float("inf"), DTYPE)
-    for first in tl.range(0, C, BLOCK):
-        p = load_block(p_ptr, first + tl.arange(0, BLOCK), j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
-        top = tl.maximum(top, p)
-        least = tl.minimum(least, _positive(p, LOG))
-    k = _top_exponent(top, LOG)
-    tl.store(bound_ptr + matrix, 4 * k + _lowness(k, tl.min(least), LOG))
-    if linear_ptr is not None:
-        for first in tl.range(0, C, BLOCK):
-            rows = first + tl.arange(0, BLOCK)
-            p = load_block(p_ptr, rows, j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
-            out = linear_ptr + matrix * C * C + rows[:, None] * C + j[None, :]
-            tl.store(out, exp_over_power(p, k) if LOG else p, mask=(rows < C)[:, None] & (j < C)[None, :])
 
 
 @triton.jit
