@@ -16,15 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..message import LOG_LIMIT
 from .chains import Chains
-from .scaled import add, exp, finite, log, log_split
-
-
-@triton.constexpr_function
-def limit(dtype):
-    """The stored logarithm that represents NaN; less it represents -inf."""
-    return LOG_LIMIT[torch.float64 if dtype == tl.float64 else torch.float32]
+from .scaled import add, exp, finite, log, log_split, numbers
+from .scan import load_block
 
 
 @triton.jit
@@ -39,7 +33,7 @@ def logs_and_factors(p, LOG: tl.constexpr):
 @triton.jit
 def _store_logs(at, logs, mask):
     """Store float64 logarithms as finite numbers."""
-    LIMIT: tl.constexpr = limit(at.dtype.element_ty)
+    LIMIT: tl.constexpr = numbers(at.dtype.element_ty).limit
     least = tl.where(logs == float("-inf"), -LIMIT, tl.maximum(logs, -0.99 * LIMIT))
     tl.store(at, tl.where(logs < LIMIT, least, LIMIT).to(at.dtype.element_ty), mask=mask)
 
@@ -47,7 +41,7 @@ def _store_logs(at, logs, mask):
 @triton.jit
 def _load_logs(at, mask):
     """Load stored logarithms as float64."""
-    LIMIT: tl.constexpr = limit(at.dtype.element_ty)
+    LIMIT: tl.constexpr = numbers(at.dtype.element_ty).limit
     logs = tl.load(at, mask=mask, other=-LIMIT).to(tl.float64)
     return tl.where(logs <= -0.995 * LIMIT, float("-inf"), tl.where(logs >= 0.995 * LIMIT, float("nan"), logs))
 
@@ -83,8 +77,7 @@ def _sum_or_best(
     for first in tl.range(0, C, K):
         k = first + tl.arange(0, K)
         message = _load_logs(message_ptr + k * stride_c, k < C)
-        mask = (k < C)[:, None] & (j < C)[None, :]
-        p = tl.load(p_ptr + k[:, None] * STRIDE_K + j[None, :] * STRIDE_J, mask=mask, other=float("-inf") if LOG else 0)
+        p = load_block(p_ptr, k, j, STRIDE_K, STRIDE_J, C, LOG)
         logs, factors = logs_and_factors(p.to(DTYPE), LOG)
         logs += message[:, None]
         if BEST:
@@ -105,11 +98,11 @@ def _sum_or_best(
 
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def forward_kernel(
-    x_ptr, p_ptr, start_ptr, ends_ptr, flag_ptr, message_ptr, back_ptr, log_norm_ptr, v, g, m, slots, x_strides,
-    p_strides, start_strides, message_strides, START_LOG: tl.constexpr, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr,
-    STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr,
+    x_ptr, p_ptr, start_ptr, ends_ptr, flag_ptr, message_ptr, back_ptr, path_ptr, log_norm_ptr, v, g, m, slots,
+    x_strides, p_strides, start_strides, message_strides, START_LOG: tl.constexpr, ENTERED: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Messages and the log-partition of one sequence; with `back_ptr` its best path's weight and back-pointers."""
+    """Messages and the log-partition of one sequence; with `back_ptr` its best path, -1 past the end, and weight."""
     sequence = tl.program_id(0).to(tl.int64)
     if flag_ptr is not None:
         if tl.load(flag_ptr + sequence) == 0:
@@ -125,6 +118,9 @@ def forward_kernel(
     start = tl.load(start_ptr, mask=inside, other=float("-inf") if START_LOG else 0.0)
     u = start.to(tl.float64) if START_LOG else log(start)
     taken, lost = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    if back_ptr is not None:
+        back_pitch = g.to(tl.int64) * m * C
+        back_ptr += sequence * C
     for i in tl.range(0, end):
         if i > 0:
             tl.debug_barrier()  # other threads of this program stored the message
@@ -133,8 +129,7 @@ def forward_kernel(
                 before, message_strides[3], p_ptr, STRIDE_K, STRIDE_J, C, N, LOG, back_ptr is not None
             )
             if back_ptr is not None:
-                at = back_ptr + (i * g.to(tl.int64) * m + sequence) * C + j
-                tl.store(at, back.to(at.dtype.element_ty), mask=inside)
+                tl.store(back_ptr + i * back_pitch + j, back.to(back_ptr.dtype.element_ty), mask=inside)
             p_ptr += p_strides[0]
         x = load_x(x_ptr, i, j, x_strides, ENTERED, C)
         peak, top = finite(tl.max(x, 0)), finite(tl.max(u, 0))
@@ -151,6 +146,12 @@ def forward_kernel(
             whole = log(tl.sum(exp(message.to(message_ptr.dtype.element_ty)), 0))
         else:
             whole = tl.max(message, 0)
+            state = tl.argmax(tl.where(message == message, message, float("-inf")), 0)
+            for reverse in tl.range(0, v):
+                i = v - 1 - reverse
+                tl.store(path_ptr + sequence * v + i, tl.where(i >= end, -1, state).to(tl.int64))
+                if (i < end) & (i > 0):
+                    state = tl.load(back_ptr + i * back_pitch + state).to(tl.int32)
         taken, lost = add(taken, lost * 0.0, lost + whole)
         tl.store(log_norm_ptr + sequence, taken)
         tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, lost)
@@ -218,16 +219,17 @@ def _options(chains: Chains) -> dict[str, int]:
 
 
 def forward(
-    chains: Chains, flags: Tensor | None, messages: Tensor, log_norm: Tensor | None, back: Tensor | None = None
-) -> None:
+    chains: Chains, flags: Tensor | None, messages: Tensor, log_norm: Tensor | None, back: Tensor | None = None,
+    paths: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write messages (slots, g, m, c) of flagged sequences, and as `Scan.forward` does, log-partitions.
 
-    `back` (v, g, m, c): those of best paths, of all sequences.
+    `back` (v, g, m, c) and `paths` (g, m, v): back-pointers and states of best paths, of all sequences.
     """
     v, g, m, _ = chains.shape
     forward_kernel[(g * m,)](
-        chains.x, chains.bulk, chains.start, chains.ends, flags, messages, back, log_norm, v, g, m, len(messages),
-        chains.x.stride(), chains.matrix_strides, chains.start.stride(), messages.stride(),
+        chains.x, chains.bulk, chains.start, chains.ends, flags, messages, back, paths, log_norm, v, g, m,
+        len(messages), chains.x.stride(), chains.matrix_strides, chains.start.stride(), messages.stride(),
         START_LOG=chains.start_log, **_options(chains),
     )  # fmt: skip
 

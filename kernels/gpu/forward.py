@@ -14,7 +14,7 @@ from ..message import Kept, Message, leaving_message, normalized
 from ..numbers import exact_sum
 from . import exact
 from .chains import Chains, Scan, meets
-from .scaled import floor_of
+from .scaled import numbers
 
 
 def forward(
@@ -43,7 +43,7 @@ def forward(
         flags, bound = scan.flags, scan.bound
         if leave:  # a later step may depend on a state of the last step whose message was raised
             last = _last_message(chains, messages)
-            flags |= ((last > 0) & (last <= floor_of(chain.dtype))).any(-1)
+            flags |= ((last > 0) & (last <= numbers(chain.dtype).floor)).any(-1)
         exact.forward(chains, flags, messages, scale)
     else:
         flags, bound = chains.new(g, m, dtype=torch.int8).zero_(), chains.new(0, 0, dtype=torch.int32)

@@ -54,28 +54,19 @@ class Arithmetic(tree.Arithmetic):
         tensors = grad_left, grad_right, weight, left.values, right.values, out.values, _lines(left), _lines(right)
         for at in blocks(max(1, _ENTRIES // c**2), g, p):
             into_a, into_b, w, a, b, product, rows, columns = (tensor[at] for tensor in tensors)
-            of_a = into_a, add, w, a, b, product, (rows, columns)
-            of_b = into_b.mT, False, w.mT, b.mT, a.mT, product.mT, (columns, rows)
-            # the weight is overwritten last
-            for arguments in (of_b, of_a) if into_a.data_ptr() == w.data_ptr() else (of_a, of_b):
-                _write(*arguments)
+            # either gradient may be in the memory of the weight, so neither is written before both are computed
+            of_a, of_b = torch.empty_like(w), into_b
+            if into_b.data_ptr() == w.data_ptr():
+                of_b = torch.empty_like(w)
+            log_matmul.backward(of_b.mT, w.mT, b.mT, a.mT, product.mT, (columns, rows))
+            log_matmul.backward(of_a, w, a, b, product, (rows, columns))
+            if of_b is not into_b:
+                into_b.copy_(of_b)
+            into_a.copy_(of_a.add_(into_a) if add else of_a)
 
     def recomputed(self) -> Tensor:
         """The number of entries that were recomputed, on the device."""
         return self._counts.sum()
-
-
-def _write(
-    grad: Tensor, add: bool, weight: Tensor, a: Tensor, b: Tensor, c: Tensor, shifts: tuple[Tensor, Tensor]
-) -> None:
-    """Write the gradient of `a`, or add to it."""
-    over = grad.data_ptr() == weight.data_ptr()
-    into = torch.empty_like(grad) if add or over else grad
-    log_matmul.backward(into, weight, a, b, c, shifts)
-    if add:
-        grad.add_(into)
-    elif over:
-        grad.copy_(into)
 
 
 def _lines(nodes: Nodes) -> Tensor:

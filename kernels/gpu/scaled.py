@@ -13,10 +13,13 @@ it.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from ..message import LOG_LIMIT
 
 LN2 = tl.constexpr(0.6931471805599453)
 # ln 2 with 32 bits, so that its products with integers of 21 bits are exact, and the rest
@@ -27,67 +30,56 @@ LOG2E_HIGH = tl.constexpr(1.4426950216293335)
 LOG2E_LOW = tl.constexpr(1.92596303350e-8)
 
 
-@triton.constexpr_function
-def target(dtype):
-    """The exponent of two of a message's largest entry."""
-    return 400 if dtype == tl.float64 else 60
+class Numbers(NamedTuple):
+    """The constants of messages of one dtype, and the layout of its bits."""
+
+    target: int  # the exponent of two of a message's largest entry
+    floor: float  # FLOOR, the least positive entry of a message
+    low: int  # the exponent of LOW: FLOOR LOW is a normal number
+    trusted: float  # times n: the least sum of n products of a message and entries up to 2 that is exact to rounding
+    trusted_joint: float  # times n^2: the same for two messages, one of them divided by 2^TARGET
+    limit: float  # the stored logarithm that represents NaN; less it represents -inf
+    integer: tl.dtype  # of the same size
+    digits: int  # of a mantissa, below the exponent plus `bias`
+    bias: int
+    root_half: int  # the bits of sqrt(1/2)
+
+
+_FLOAT32 = Numbers(60, 2.0**-48, -78, 2.0**-23, 2.0**-22, LOG_LIMIT[torch.float32], tl.int32, 23, 127, 0x3F3504F3)
+_FLOAT64 = Numbers(
+    400, 2.0**-500, -522, 2.0**-446, 2.0**-444, LOG_LIMIT[torch.float64], tl.int64, 52, 1023, 0x3FE6A09E667F3BCD
+)
 
 
 @triton.constexpr_function
-def floor_of(dtype):
-    """FLOOR, the least positive entry of a message."""
-    return 2.0**-500 if dtype == tl.float64 else 2.0**-48
-
-
-@triton.constexpr_function
-def low_exponent(dtype):
-    """The exponent of LOW: FLOOR LOW is a normal number."""
-    return -522 if dtype == tl.float64 else -78
-
-
-@triton.constexpr_function
-def trusted(dtype, n):
-    """The least sum of n products of a message and matrix entries up to 2 that is exact to rounding."""
-    return n * (2.0**-446 if dtype == tl.float64 else 2.0**-23)
-
-
-@triton.constexpr_function
-def trusted_joint(dtype, n):
-    """The same for the products of two messages, one of them divided by 2^TARGET."""
-    return n * n * (2.0**-444 if dtype == tl.float64 else 2.0**-22)
+def numbers(dtype):
+    """The constants of a dtype of Triton or torch."""
+    return _FLOAT64 if dtype in (tl.float64, torch.float64) else _FLOAT32
 
 
 @triton.jit
 def exponent(a):
     """The k with 2^k <= a < 2^(k + 1), for positive normal numbers."""
-    if a.dtype == tl.float64:
-        return ((a.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32) - 1023
-    else:
-        return ((a.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    NUMBERS: tl.constexpr = numbers(a.dtype)
+    field = (a.to(NUMBERS.integer, bitcast=True) >> NUMBERS.digits) & (2 * NUMBERS.bias + 1)
+    return field.to(tl.int32) - NUMBERS.bias
 
 
 @triton.jit
 def times_power(a, k):
     """`a 2^k` for positive normal numbers and int32 k; 0 where that is not normal. It must not overflow."""
-    if a.dtype == tl.float64:
-        bits = a.to(tl.int64, bitcast=True)
-        new = (bits >> 52) + k
-        return tl.where(new > 0, (bits + (k.to(tl.int64) << 52)).to(tl.float64, bitcast=True), 0.0)
-    else:
-        bits = a.to(tl.int32, bitcast=True)
-        new = (bits >> 23) + k
-        return tl.where(new > 0, (bits + (k << 23)).to(tl.float32, bitcast=True), 0.0)
+    NUMBERS: tl.constexpr = numbers(a.dtype)
+    bits = a.to(NUMBERS.integer, bitcast=True)
+    new = (bits >> NUMBERS.digits) + k
+    return tl.where(new > 0, (bits + (k.to(NUMBERS.integer) << NUMBERS.digits)).to(a.dtype, bitcast=True), 0.0)
 
 
 @triton.jit
 def power(k, DTYPE: tl.constexpr):
     """2^k for int32 k, limited to normal numbers."""
-    if DTYPE == tl.float64:
-        k = tl.minimum(tl.maximum(k, -1022), 1023).to(tl.int64)
-        return ((k + 1023) << 52).to(tl.float64, bitcast=True)
-    else:
-        k = tl.minimum(tl.maximum(k, -126), 127)
-        return ((k + 127) << 23).to(tl.float32, bitcast=True)
+    NUMBERS: tl.constexpr = numbers(DTYPE)
+    k = tl.minimum(tl.maximum(k, 1 - NUMBERS.bias), NUMBERS.bias).to(NUMBERS.integer)
+    return ((k + NUMBERS.bias) << NUMBERS.digits).to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -142,14 +134,10 @@ def _exponent_and_mantissa(p):
     """k and mantissas between sqrt(1/2) and sqrt(2) of positive numbers; denormal numbers are no less exact."""
     tiny = p < 1e-30
     a = tl.where(tiny, p * 1.2676506002282294e30, p)  # 2^100
-    if p.dtype == tl.float64:
-        bits = a.to(tl.int64, bitcast=True)
-        k = (bits - 0x3FE6A09E667F3BCD) >> 52
-        mantissa = (bits - (k << 52)).to(tl.float64, bitcast=True)
-    else:
-        bits = a.to(tl.int32, bitcast=True)
-        k = (bits - 0x3F3504F3) >> 23
-        mantissa = (bits - (k << 23)).to(tl.float32, bitcast=True)
+    NUMBERS: tl.constexpr = numbers(p.dtype)
+    bits = a.to(NUMBERS.integer, bitcast=True)
+    k = (bits - NUMBERS.root_half) >> NUMBERS.digits
+    mantissa = (bits - (k << NUMBERS.digits)).to(p.dtype, bitcast=True)
     weight = (p > 0.0) & (p < float("inf"))
     return k.to(tl.int32) - tl.where(tiny, 100, 0), tl.where(weight, mantissa, 1.0)
 

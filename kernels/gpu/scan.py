@@ -23,8 +23,8 @@ import triton  # noqa: I001
 import triton.language as tl
 
 from .scaled import (
-    LN2, exp_over_power, exp_split, exponent, finite, floor_of, log_times_power, low_exponent, multiply, power,
-    target, times_power, trusted, trusted_joint, whole_bits,
+    LN2, exp_over_power, exp_split, exponent, finite, log_times_power, multiply, numbers, power, times_power,
+    whole_bits,
 )  # fmt: skip  # isort: skip
 
 # the exponents of 0, and of a sum that may be inexact
@@ -61,7 +61,7 @@ def _positive(p, LOG: tl.constexpr):
 @triton.jit
 def _lowness(k, least, LOG: tl.constexpr):
     """Of a matrix with exponent k: 0; 1 if it is `low`, see `scaled`; 2 if no sum of its products is exact."""
-    LOWEST: tl.constexpr = low_exponent(least.dtype)
+    LOWEST: tl.constexpr = numbers(least.dtype).low
     if LOG:
         return (least < (k + LOWEST).to(least.dtype) * LN2).to(tl.int32)
     else:
@@ -79,7 +79,22 @@ def prepare_kernel(
     """The first programs prepare one shared matrix each, the others the first message of one sequence each."""
     if bound_ptr is not None:
         if tl.program_id(0) < matrices:
-            _prepare_matrix(p_ptr, bound_ptr, linear_ptr, g, p_strides, STRIDE_K, STRIDE_J, C, BLOCK, N, LOG, DTYPE)
+            matrix, j = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+            p_ptr += matrix // g * p_strides[0] + matrix % g * p_strides[1]
+            top = tl.full((BLOCK, N), float("-inf") if LOG else 0.0, DTYPE)
+            least = tl.full((BLOCK, N), float("inf"), DTYPE)
+            for first in tl.range(0, C, BLOCK):
+                p = load_block(p_ptr, first + tl.arange(0, BLOCK), j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
+                top = tl.maximum(top, p)
+                least = tl.minimum(least, _positive(p, LOG))
+            k = _top_exponent(top, LOG)
+            tl.store(bound_ptr + matrix, 4 * k + _lowness(k, tl.min(least), LOG))
+            if linear_ptr is not None:
+                for first in tl.range(0, C, BLOCK):
+                    rows = first + tl.arange(0, BLOCK)
+                    p = load_block(p_ptr, rows, j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
+                    out = linear_ptr + matrix * C * C + rows[:, None] * C + j[None, :]
+                    tl.store(out, exp_over_power(p, k) if LOG else p, mask=(rows < C)[:, None] & (j < C)[None, :])
             return
     if message_ptr is not None:
         sequence, j = (tl.program_id(0) - matrices).to(tl.int64), tl.arange(0, N)
@@ -88,33 +103,9 @@ def prepare_kernel(
         message, k = _scaled_start(start, START_LOG, DTYPE)
         tl.store(message_ptr + sequence * C + j, message, mask=j < C)
         if taken_ptr is not None:
-            tl.store(taken_ptr + sequence, (k - target(DTYPE)).to(tl.int64))
+            tl.store(taken_ptr + sequence, (k - numbers(DTYPE).target).to(tl.int64))
             tl.store(taken_ptr + (tl.num_programs(0) - matrices) + sequence, tl.zeros((), tl.int64))
             tl.store(flag_ptr + sequence, tl.zeros((), tl.int8))
-
-
-@triton.jit
-def _prepare_matrix(
-    p_ptr, bound_ptr, linear_ptr, g, p_strides, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
-    BLOCK: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Write 4 k + lowness, 2^k near the matrix's largest entry, and if wanted the matrix or `exp(P) / 2^k`."""
-    matrix, j = tl.program_id(0).to(tl.int64), tl.arange(0, N)
-    p_ptr += matrix // g * p_strides[0] + matrix % g * p_strides[1]
-    top = tl.full((BLOCK, N), float("-inf") if LOG else 0.0, DTYPE)
-    least = tl.full((BLOCK, N), float("inf"), DTYPE)
-    for first in tl.range(0, C, BLOCK):
-        p = load_block(p_ptr, first + tl.arange(0, BLOCK), j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
-        top = tl.maximum(top, p)
-        least = tl.minimum(least, _positive(p, LOG))
-    k = _top_exponent(top, LOG)
-    tl.store(bound_ptr + matrix, 4 * k + _lowness(k, tl.min(least), LOG))
-    if linear_ptr is not None:
-        for first in tl.range(0, C, BLOCK):
-            rows = first + tl.arange(0, BLOCK)
-            p = load_block(p_ptr, rows, j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
-            out = linear_ptr + matrix * C * C + rows[:, None] * C + j[None, :]
-            tl.store(out, exp_over_power(p, k) if LOG else p, mask=(rows < C)[:, None] & (j < C)[None, :])
 
 
 @triton.jit
@@ -128,8 +119,8 @@ def _scaled_start(start, LOG: tl.constexpr, DTYPE: tl.constexpr):
         weight = start.to(DTYPE)
         k = exponent(tl.max(weight, 0))
         message = weight * power(-k, DTYPE)
-    message *= 2.0 ** target(DTYPE)
-    raised = tl.maximum(message, floor_of(DTYPE), propagate_nan=tl.PropagateNan.ALL)
+    message *= 2.0 ** numbers(DTYPE).target
+    raised = tl.maximum(message, numbers(DTYPE).floor, propagate_nan=tl.PropagateNan.ALL)
     zero = start == (float("-inf") if LOG else 0.0)
     weight = tl.where(message < 0.0, float("nan"), raised)
     return tl.where(zero, 0.0, weight), k
@@ -163,8 +154,9 @@ def _scan(
     `other_ptr` only messages are written.
     """
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
-    TARGET: tl.constexpr = target(DTYPE)
-    FLOOR: tl.constexpr = floor_of(DTYPE)
+    NUMBERS: tl.constexpr = numbers(DTYPE)
+    TARGET: tl.constexpr = NUMBERS.target
+    FLOOR: tl.constexpr = NUMBERS.floor
     HELD: tl.constexpr = K >= C  # messages stay in registers
     DIRECTION: tl.constexpr = -1 if REVERSE else 1
     group = tl.program_id(0)
@@ -254,7 +246,7 @@ def _scan(
         f, n = exp_split(x)
         new = u * f
         limit = tl.where(low == 1, tl.full((M,), N, DTYPE), tl.full((M,), float("inf"), DTYPE))
-        limit = tl.where(low == 0, tl.full((M,), trusted(DTYPE, N), DTYPE), limit)
+        limit = tl.where(low == 0, tl.full((M,), N * NUMBERS.trusted, DTYPE), limit)
         limit = tl.where(begins, tl.full((M,), 2 * FLOOR, DTYPE), limit)[:, None]
         exact = (new >= limit) | ((u == 0.0) & (new == 0.0) & ((low == 0) | begins)[:, None])
         if other_ptr is not None:
@@ -271,7 +263,7 @@ def _scan(
         if other_ptr is not None:
             joint = other * 2.0**-TARGET * u
             nu = tl.sum(joint, 1)
-            trust = (nu == 0.0) | ((nu >= trusted_joint(DTYPE, N)) & (nu < float("inf")))
+            trust = (nu == 0.0) | ((nu >= N * N * NUMBERS.trusted_joint) & (nu < float("inf")))
             flagged |= active & (trust == 0)
             if weight_ptr is not None:
                 weight = tl.load(weight_ptr + sequence, mask=inside, other=0.0).to(DTYPE)

@@ -92,6 +92,11 @@ def test_recomputed_sequences_are_counted(kernels, both_ends):
     with logchain.rescues() as seen:
         logchain.product(*(t.to(kernels) for t in dense(F32, v=9)[:3]))
     assert seen.sequences == 0
+    x, bulk, p0 = (t.to(kernels) for t in dense(F64, n=2, t=1, v=7)[:3])
+    x[..., 0] -= 400.0  # below what float32 holds, far above what float64 does not
+    with logchain.rescues() as seen:
+        SUBJECTS["memory_budget"](x.requires_grad_(), bulk, p0)
+    assert seen.sequences == 0
 
 
 @pytest.mark.parametrize("far", [1e-36, 3e37])
