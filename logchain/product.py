@@ -5,10 +5,9 @@ from functools import partial
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag
-from .autograd.chain import check_options as check_structured_options
-from .autograd.chain import log_norm
-from .autograd.chain_operators import short_of
+from .autograd.dense_operators import short_of
 from .autograd.log_partition import dense_log_norm, log_norm_in_pieces, short_log_norm
+from .autograd.structures import check_structured_options, log_norm
 from .autograd.tree import log_norm_by_tree
 from .chain import Chain
 from .operands import Operands

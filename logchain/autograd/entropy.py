@@ -21,10 +21,10 @@ from ..kernels.plain import entropy as formula
 from ..operands import Operands, chain_of, multiplied_out
 from ..rescues import report_chains
 from ..transitions.dense import Dense
-from .chain import log_norm, posteriors
-from .chain_operators import log_norm_second
+from .dense_operators import log_norm_second
 from .log_partition import dense_posteriors
 from .operator import if_needed, operator
+from .structures import log_norm, posteriors
 
 Weights = tuple[Tensor, Tensor, Tensor]
 

@@ -2,7 +2,7 @@
 
 `LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a schedule, which computes their
 log-partition and its gradients: short chains, checkpoints and packed sequences of dense matrices, and structures.
-The operators of `chain_operators` take dense matrices, also inside torch.compile and torch.func. In either the
+The operators of `dense_operators` take dense matrices, also inside torch.compile and torch.func. In either the
 gradients are posterior marginals, computed by a backward pass from the operands and what the schedule keeps, which are
 the forward messages or some of them.
 """
@@ -22,8 +22,8 @@ from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
 from ..tensors import differentiated, is_plain
 from ..transitions.dense import Dense
-from . import chain_operators as operators
-from .chain_operators import Saved
+from . import dense_operators as operators
+from .dense_operators import Saved
 from .operator import Final, apply, if_needed
 from .scan import Steps, second_derivatives, total
 

@@ -166,7 +166,7 @@ def _logarithms(operands: Operands) -> Operands:
     return operands.of(*leaves)._replace(log_params=True)
 
 
-def check_options(strategy: object, memory_budget: object, progress: object) -> None:
+def check_structured_options(strategy: object, memory_budget: object, progress: object) -> None:
     """Raise for options that only dense matrices have."""
     check_choice("strategy", check_strategy(strategy), ("auto", "sequential"))
     if memory_budget is not None:
