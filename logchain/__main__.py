@@ -26,12 +26,12 @@ numpy.savez("chain.npz", x=x, bulk=bulk, p0=p0) writes one for n sequences:
 NAMES = "x", "bulk", "p0", "lengths"
 
 
-class WrongFileError(Exception):
+class FileError(Exception):
     """A file that cannot be used, with the reason in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 if an argument or a file is wrong."""
+    """Run the command line and return the exit code: 0, or 2 if an argument or a file is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m logchain", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(map(str, result.flatten())))
         else:
             _save(options.output, result)
-    except WrongFileError as error:
+    except FileError as error:
         print(f"logchain: {error}", file=sys.stderr)
         return 2
     return 0
@@ -66,20 +66,20 @@ def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:
     missing = ", ".join(name for name in NAMES[:3] if name not in arrays)
     unknown = ", ".join(name for name in arrays if name not in NAMES)
     if missing:
-        raise WrongFileError(f"{path}: {missing}: missing; the file holds {', '.join(arrays) or 'nothing'}")
+        raise FileError(f"{path}: {missing}: missing; the file holds {', '.join(arrays) or 'nothing'}")
     if unknown:
-        raise WrongFileError(f"{path}: {unknown}: expected only x, bulk, p0 and lengths")
+        raise FileError(f"{path}: {unknown}: expected only x, bulk, p0 and lengths")
     for name, array in arrays.items():
         if array.dtype.kind not in ("iu" if name == "lengths" else "fiu") or array.dtype.itemsize > 8:
             expected = "integers" if name == "lengths" else "real numbers of at most 64 bits"
-            raise WrongFileError(f"{path}: {name}: expected {expected}, got {array.dtype}")
+            raise FileError(f"{path}: {name}: expected {expected}, got {array.dtype}")
     x, bulk, p0 = (_tensor(arrays[name], np.float64) for name in NAMES[:3])
     lengths = _tensor(arrays["lengths"], np.int64) if "lengths" in arrays else None
     try:
         check(x, bulk, p0, log_params=log_params, lengths=lengths)
         return product(x, bulk, p0, log_params=log_params, lengths=lengths).numpy()
     except (ValueError, TypeError) as error:
-        raise WrongFileError(f"{path}: {_line(error)}") from error
+        raise FileError(f"{path}: {_line(error)}") from error
 
 
 def _read(path: str) -> dict[str, NDArray[np.generic]]:
@@ -91,9 +91,9 @@ def _read(path: str) -> dict[str, NDArray[np.generic]]:
                 raise ValueError("it holds a single array")
             return dict(archive)
     except FileNotFoundError as error:
-        raise WrongFileError(f"{path}: no such file") from error
+        raise FileError(f"{path}: no such file") from error
     except Exception as error:  # NumPy and the zip reader have exceptions of many kinds
-        raise WrongFileError(f"{path}: not readable as an .npz file of plain arrays: {_line(error)}") from error
+        raise FileError(f"{path}: not readable as an .npz file of plain arrays: {_line(error)}") from error
 
 
 def _tensor(array: NDArray[np.generic], integers_as: type[np.generic]) -> Tensor:
@@ -108,7 +108,7 @@ def _save(path: str, result: NDArray[np.generic]) -> None:
         with open(path, "wb") as file:
             np.save(file, result)
     except OSError as error:
-        raise WrongFileError(f"{path}: cannot be written: {_line(error)}") from error
+        raise FileError(f"{path}: cannot be written: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The arguments of a query, checked once: a batch of sequences, or packed ones, one after the other.
+"""The arguments of a query, checked once: a batch of sequences, or packed ones, which are concatenated.
 
 Packed sequences are computed in padded batches of similar lengths; on a CPU, one call of C can take them in place.
 """
@@ -18,7 +18,7 @@ from .internals import between_graphs
 from .kernels.weights import Weights, check_weights, has_negative
 from .operands import Operands, check_operands
 from .schedules.choose import Size, choose
-from .tensors import at_hand, is_plain, read_steps, with_steps
+from .tensors import is_plain, is_readable, read_steps, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 
@@ -32,11 +32,11 @@ class Chain:
     """The operands of a query.
 
     Attributes:
-        operands: those of a batch; of packed sequences x [total, c], parameters [*own] or [1 or total, *own], and p0
+        operands: those of a batch; for packed sequences x [total, c], parameters [*own] or [1 or total, *own], and p0
             [c] or [n, c].
-        starts, lengths: of packed sequences the first row and the number of rows of each (n), on the host.
+        starts, lengths: for packed sequences, the first row and the number of rows of each (n), on the host.
         packed: whether sequences are packed.
-        padded: whether these are computed in padded batches.
+        padded: whether packed sequences are computed in padded batches.
     """
 
     starts: Tensor
@@ -91,8 +91,6 @@ class Chain:
         chain.operands = self.operands.of(*tensors)
         return chain
 
-    # ------------------------------------------------------------------------------------------------- batches
-
     def batches(self) -> Iterator[Operands]:
         """The operands of the batch, or of batches of packed sequences, the longest first."""
         if self.padded:
@@ -101,7 +99,7 @@ class Chain:
             yield self.operands
 
     def map(self, query: Callable[..., _Result], *others: list[Any]) -> list[_Result]:
-        """The results of a query of the operands of each batch, and of what `others` have for each."""
+        """The results of a query for each batch: of its operands, and of the entry for it in each of `others`."""
         if isinstance(self.operands.transition, Dense):
             return [query(*arguments) for arguments in zip(self.batches(), *others, strict=True)]
         return _between_graphs(self, query, *others)
@@ -192,12 +190,11 @@ class Chain:
         structure = transition.with_parameters(*parameters)
         return Operands(x, structure, start_weights, None if alike else lengths.to(x.device), log_params)
 
-    # ------------------------------------------------------------------------------------------------- in place
-
     def in_place(self, *, one_matrix: bool = False) -> "Chain":
-        """The chain as one batch of packed sequences where they lie, if kernels can take them so, as on a CPU.
+        """The chain with packed sequences as one batch that kernels read in place, if they can, as the C loops do.
 
-        Few long ones are cut into segments as batches, but for queries of chains with one matrix.
+        Few long sequences stay in batches, which are cut into segments. With `one_matrix`, for queries without such a
+        schedule, chains with one matrix for all steps are read in place, and no others.
         """
         operands, tensors = self.operands, self.operands.tensors
         if not (self.packed and operands.is_dense and is_plain(tensors) and operands.x.numel()):
@@ -215,8 +212,6 @@ class Chain:
             return False
         size = Size(n, v, c, self.dtype.itemsize, not self._by_row(0), lengths=False)
         return choose(size, False, "auto")[0].segments > 1
-
-    # ------------------------------------------------------------------------------------------------- weights
 
     def weights(self) -> list[Weights]:
         """The weights as they were passed, of which the transitions into variables are read."""
@@ -248,7 +243,7 @@ def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | No
 
 def check_shared_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
     """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
-    if not kernels.in_c(x) or not at_hand(x, p0, *transition.parameters):
+    if not kernels.in_c(x) or not is_readable(x, p0, *transition.parameters):
         return
     shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]
     below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]

@@ -1,4 +1,4 @@
-"""The demonstration of `python -m logchain`: a chain checked against scipy, and timed against what else computes it."""
+"""The demonstration of `python -m logchain`: a chain checked against scipy, and timed against torch operations."""
 
 import statistics
 import timeit
@@ -16,7 +16,7 @@ from .product import product
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# numbers of sequences that scipy computes in float64, and torch without logchain
+# numbers of sequences that scipy computes in float64, and torch.logsumexp
 SLICE, FEW = 4, 20
 
 CHECKS = "", "logchain", "scipy", "error", "promised"
@@ -36,7 +36,7 @@ class Chain(NamedTuple):
 
 
 def dense_chain(n: int, v: int, c: int, *, scale: float = 1.0) -> Chain:
-    """A dense float32 chain: normal log-potentials times `scale`, random transitions with row sums 1 shared by all."""
+    """A dense float32 chain: normal log-potentials times `scale`, random transitions with row sums 1, shared by all."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 1, v, c, generator=generator) * scale
     bulk = torch.rand(1, 1, v - 1, c, c, generator=generator)
@@ -58,7 +58,7 @@ def forward_backward(chain: Chain, product: Product = product) -> list[Tensor]:
 
 
 def logsumexp_scan(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    """The log-partitions as one writes them in torch, step by step: [n, 1, c, c] numbers in each."""
+    """The log-partitions by torch.logsumexp, step by step, with [n, 1, c, c] numbers in each step."""
     logs, message = bulk.log(), p0.log() + x[..., 0, :]
     for i in range(x.shape[-2] - 1):
         message = torch.logsumexp(message[..., :, None] + logs[..., i, :, :], -2) + x[..., i + 1, :]  # [n, 1, c]
@@ -81,7 +81,7 @@ def matrix_products(chain: Chain, *, backward: bool = False) -> list[Tensor]:
 def demonstrate(n: int = 500, v: int = 40, c: int = 200) -> str:
     """The demonstration of n sequences of v steps with c states: a table and its explanation, 80 columns wide.
 
-    All is computed on one thread, since threads of a busy machine wait for each other.
+    Everything is computed on one thread, since threads of a busy machine wait for each other.
     """
     threads, few = torch.get_num_threads(), min(n, FEW)
     torch.set_num_threads(1)
@@ -133,7 +133,7 @@ def _depth(chain: Chain, states: reference.Array) -> float:
 
 
 def _costs(chain: Chain) -> list[tuple[str, ...]]:
-    """The seconds of each way to compute all sequences, forward and with gradients, and the bytes of the latter."""
+    """The time of each implementation for all sequences, forward and with gradients, and the memory of the latter."""
     part, v = chain.first(FEW), chain.x.shape[-2]
     times = len(chain.x) / len(part.x)
     scans = partial(forward, part, logsumexp_scan), partial(forward_backward, part, logsumexp_scan)

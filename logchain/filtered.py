@@ -62,8 +62,8 @@ def filtered(
             [0.2402, 0.7598]])
     """
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)
-    found = chain.map(_of_batch)
-    return Filtered(chain.by_variable([one[0] for one in found]), chain.by_sequence([one[1] for one in found]))
+    states, log_norms = zip(*chain.map(_of_batch), strict=True)
+    return Filtered(chain.by_variable(states), chain.by_sequence(log_norms))
 
 
 def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .arguments import Lengths
-from .autograd.chain_operators import short_of
+from .autograd.dense_operators import short_of
 from .autograd.messages import messages
 from .chain import Chain
 from .schedules import choose

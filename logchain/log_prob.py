@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_device, check_integers
-from .autograd.chain import log_norm
 from .autograd.paths import weight_of
+from .autograd.structures import log_norm
 from .chain import Chain
 from .operands import Operands, checked
 from .transitions import Transition
@@ -23,7 +23,7 @@ def log_prob(
 ) -> Tensor:
     r"""The log posterior of given paths z: `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log Z`.
 
-    This is a linear-chain CRF's log-likelihood of a labelling, and the function to differentiate for score-function
+    This is a linear-chain CRF's log-likelihood of a labeling, and the function to differentiate for score-function
     gradients of paths drawn by `logchain.sample`.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of

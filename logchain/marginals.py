@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .arguments import Lengths, check_choice
-from .autograd.chain import posteriors
-from .autograd.chain_operators import short_of
+from .autograd.dense_operators import short_of
+from .autograd.structures import posteriors
 from .chain import Chain
 from .operands import Operands
 from .rescues import report_chains

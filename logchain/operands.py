@@ -1,4 +1,4 @@
-"""The operands of a batch of chains, whatever their transition, as kernels take them; checks of those of structures."""
+"""The operands of a batch of chains of any transition, their conversion to arguments of kernels, and their checks."""
 
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from .transitions.dense import Dense
 class Operands(NamedTuple):
     """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None.
 
-    Of packed sequences that kernels take where they lie, x is [total, c], `lengths` (n), and `packed` the whole chain.
+    For packed sequences that kernels read in place, x is [total, c], `lengths` (n), and `packed` the `Chain`.
     """
 
     x: Tensor
@@ -75,10 +75,10 @@ class Operands(NamedTuple):
         return self.of(*(tensor.detach() for tensor in self.tensors))
 
     def skeleton(self) -> "Operands":
-        """All but the tensors, which `of` puts back, with a copy of lengths, which the caller may change."""
-        nothing: Any = None
+        """The operands without tensors, which `of` restores, with a copy of lengths, which the caller may change."""
+        no_tensor: Any = None
         lengths = None if self.lengths is None else self.lengths.clone()
-        return self._replace(x=nothing, transition=self.transition.with_parameters(), p0=nothing, lengths=lengths)
+        return self._replace(x=no_tensor, transition=self.transition.with_parameters(), p0=no_tensor, lengths=lengths)
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as kernels take them; see `Structured.by_log`."""
@@ -99,16 +99,16 @@ class Operands(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Operands":
         """The variables from `start` to before `stop`, and the matrices that lead into these."""
-        own = zip(self.transition.parameters, self.transition.own_axes, strict=True)
+        pairs = zip(self.transition.parameters, self.transition.own_axes, strict=True)
         first = max(0, start - 1)
         parameters = [
-            one if one.shape[-1 - axes] == 1 else one.narrow(-1 - axes, first, stop - 1 - first) for one, axes in own
+            one if one.shape[-1 - axes] == 1 else one.narrow(-1 - axes, first, stop - 1 - first) for one, axes in pairs
         ]
         lengths = None if self.lengths is None else (self.lengths - start).clamp(0, stop - start)
         return self.of(self.x[..., start:stop, :], self.p0, *parameters)._replace(lengths=lengths)
 
     def batch_index(self, tensor: Tensor, chosen: Tensor) -> tuple[Tensor, ...] | None:
-        """The indices of chosen sequences along the batch axes of an operand; None if all share it."""
+        """The indices of chosen sequences along the batch axes of an operand; None if all sequences share it."""
         batch = self.x.shape[:-2]
         sizes = tensor.shape[: len(batch)]
         if all(size == 1 for size in sizes):
@@ -128,7 +128,7 @@ class Operands(NamedTuple):
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
-        """What a function of the exact scan in C returns for bands and arcs on a CPU, if they have values; or None."""
+        """The result of a function of the exact scan in C for bands and arcs with values on a CPU; None for others."""
         module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
         if module is None:
             return None
@@ -234,8 +234,8 @@ def is_blocks(pattern: object) -> bool:
     return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
 
 
-def multiplied_out(operands: Operands) -> Operands:
-    """The operands in float64 with dense matrices, of logarithms, in place of a structure."""
+def as_dense(operands: Operands) -> Operands:
+    """The operands in float64, with dense matrices of logarithms in place of a structure."""
     x, transition, p0, lengths, log_params, _ = operands
     logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
     matrices = Dense(logs.to_dense(log_params=True))

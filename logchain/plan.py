@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_float_dtype
-from .autograd.chain import check_options as check_structured_options
+from .autograd.structures import check_structured_options
 from .chain import Chain
 from .kernels import on_gpu
 from .schedules import budget, choose

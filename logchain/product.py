@@ -5,10 +5,9 @@ from functools import partial
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag
-from .autograd.chain import check_options as check_structured_options
-from .autograd.chain import log_norm
-from .autograd.chain_operators import short_of
+from .autograd.dense_operators import short_of
 from .autograd.log_partition import dense_log_norm, log_norm_in_pieces, short_log_norm
+from .autograd.structures import check_structured_options, log_norm
 from .autograd.tree import log_norm_by_tree
 from .chain import Chain
 from .operands import Operands
@@ -39,7 +38,7 @@ def product(
 
     Args:
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalized. Leading axes
             may be of size 1 or left out; a size of 1 on the step axis, or a matrix `[c, c]`, serves every step. A zero
             forbids a transition and has gradient 0: a trained weight that reaches 0, by a step or a clamp, stays there.
             Train logits instead, of which `log_softmax` (with `log_params`) is never -inf. Or a structure of
@@ -48,8 +47,8 @@ def product(
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the number of variables of each sequence: integers from 1 to v, of the shape of the first axes of `B`
-            (`[n]` or `[n, t]` for `B = [n, t]`), or one for all. What lies behind has no influence, not even NaN, and
-            has gradient 0.
+            (`[n]` or `[n, t]` for `B = [n, t]`), or one for all. What lies past the end has no influence, not even NaN,
+            and has gradient 0.
         cu_seqlens: the offsets of concatenated sequences, rising integers `[n + 1]` from 0 to `total`: sequence i has
             the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.

@@ -8,7 +8,7 @@ from torch import Tensor
 from .arguments import Lengths
 from .autograd.scan import total as sum_of_paths
 from .chain import Chain
-from .operands import Operands, multiplied_out
+from .operands import Operands, as_dense
 from .product import product
 from .transitions import Transition
 from .transitions.semiring import LINEAR, LOG, MAX, Semiring
@@ -61,5 +61,5 @@ def total(
 
 def _of_batch(operands: Operands, semiring: Semiring) -> Tensor:
     if operands.transition.sums:
-        operands = multiplied_out(operands)
+        operands = as_dense(operands)
     return sum_of_paths(operands.with_checked_lengths().steps(), semiring)

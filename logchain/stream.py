@@ -7,13 +7,14 @@ from torch import Tensor
 
 from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_integer, check_lengths, check_tensor
 from .autograd.scan import Message
+from .kernels import on_gpu
 from .kernels.numbers import probabilities
 from .rescues import report_chains
 from .streams.filter import filtered, passed, smoothed
 from .streams.paths import extended, first_states, settled
 from .streams.piece import State, as_transition, checked_transition, in_logs, log_norm
 from .streams.stretch import plain_stretch
-from .tensors import differentiated, is_plain, on_gpu
+from .tensors import differentiated, is_plain
 from .transitions import Transition
 from .transitions.dense import Dense
 

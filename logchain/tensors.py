@@ -1,4 +1,4 @@
-"""Tensors: their dtypes, the steps that are read, and whether gradients, transforms or compilers are active."""
+"""Properties of operands: dtypes, steps that are read, and active gradients, transforms or compilers."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .internals import is_intercepted
-from .kernels import on_gpu as on_gpu
+from .kernels import on_gpu
 
 _Bulk = TypeVar("_Bulk")
 
@@ -15,7 +15,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, str, type(None)}
 
 
 def with_steps(bulk: _Bulk) -> _Bulk:
-    """Matrices with an axis of steps, of size 1 before a single matrix [c, c]; whatever else as it is."""
+    """Matrices with an axis of steps, of size 1 before a single matrix [c, c]; structures are returned unchanged."""
     return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
 
 
@@ -24,8 +24,8 @@ def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
 
 
-def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised tensors for the gradients of operands, empty for those that are not needed."""
+def empty_gradients(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized tensors for the gradients of operands, empty for those that are not needed."""
     x, bulk, p0 = (
         torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)
         for operand, need in zip(operands, needs, strict=True)
@@ -61,6 +61,6 @@ def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | 
     return longest > into
 
 
-def at_hand(*tensors: Tensor) -> bool:
-    """Whether values can be read: tensors are on a device that has them, no GPU, and neither traced nor mapped."""
+def is_readable(*tensors: Tensor) -> bool:
+    """Whether values can be read: tensors are neither on a GPU or the meta device, nor traced or mapped."""
     return is_plain(tensors) and not any(on_gpu(tensor) or tensor.is_meta for tensor in tensors)

@@ -56,6 +56,7 @@ def topk_paths(
     ICASSP (1991); the parallel list algorithm of N. Seshadri, C.-E. W. Sundberg, IEEE Trans. Commun. 42 (1994).
     Definition: `logchain.reference.topk_paths`.
 
+    >>> import torch
     >>> x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
     >>> topk_paths(x, bulk, torch.tensor([0.5, 0.5]), 3)

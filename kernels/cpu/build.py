@@ -129,7 +129,7 @@ class EggInfo(egg_info):
         metadata.long_description = description(metadata.long_description, metadata.project_urls.get("Repository"))
 
     def find_sources(self) -> None:
-        """List the files anew: setuptools would add those of the list that an earlier build left."""
+        """List the files again: setuptools would add those of the list that an earlier build left."""
         Path(self.egg_info, "SOURCES.txt").unlink(missing_ok=True)
         super().find_sources()
 

@@ -1,6 +1,6 @@
-"""Functions of chains of dense matrices, as the modules of `kernels.plain` define them, by the C library.
+"""The functions of `kernels.plain` for chains of dense matrices, by the C library.
 
-States of packed sequences are (rows), or (k, rows) of k paths.
+States of packed sequences are (rows), or (k, rows) for k paths.
 """
 
 import ctypes
@@ -128,7 +128,7 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
 
 
 def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-partition of a chain, its mean log-weight, or that less a second chain's, and what underflows (g, m).
+    """The log-partition of a chain, its mean log-weight, less a second chain's if there is one, and underflows (g, m).
 
     The mean is NaN where loops underflow.
     """
@@ -148,7 +148,7 @@ def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
-    """Write states, see `kernels.plain.sample`."""
+    """Write the states of drawn paths, see `kernels.plain.sample`."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
     call = Call(chain)
     call.point(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=kept.recomputed.to(torch.uint8))
@@ -159,7 +159,7 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
 
 
 def paths(chain: Chain, steps: int, k: int | None = None) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) of the best paths, or (g, m, k, steps) of the k best, and what is unknown (g, m).
+    """The states (g, m, steps) of the best paths, or (g, m, k, steps) of the k best, and `unknown` sequences (g, m).
 
     See `kernels.plain.viterbi` and `kernels.plain.topk_paths`.
     """
@@ -192,10 +192,10 @@ class Messages:
         call.run("viterbi_forward", call.spans())
 
     def follow(self, states: Tensor) -> None:
-        """Write into `states` (g, m, steps) the best paths that end, at a sequence's end or after so many steps, there.
+        """Write into `states` (g, m, steps) the best paths, each to a sequence's end or over its first `steps` steps.
 
-        The last entry of each is the state in which it ends, or negative for any. States are -1 after a sequence's
-        end, and everywhere if it is unknown or there is no path.
+        On entry, the last entry of each is the state in which the path has to end, or negative for any state. States
+        are -1 past a sequence's end, and everywhere if it is unknown or there is no path.
         """
         call, steps = self._call, states.shape[-1]
         call.paths(states, 1, steps, rank=steps, sequence=steps)

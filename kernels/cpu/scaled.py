@@ -1,7 +1,8 @@
-"""The parameters of a product of factors as linear weights near 1, which are 0 only where they are given as 0.
+"""The parameters of a product of factors as linear weights near 1, which are 0 only where the parameters are 0.
 
-Powers of two are taken out of linear parameters, and the largest of logarithms. Weights that are too small to be
-multiplied by a small message are raised. Sums of messages in whose digits raised numbers may be are below `limit`.
+Linear parameters are divided by powers of two, and from logarithms the largest is subtracted. Weights that are too
+small to be multiplied by a small message are raised. Sums of messages that raised numbers may change in any digit are
+below `limit`.
 """
 
 import math
@@ -28,12 +29,12 @@ class Weights:
 
     Attributes:
         values: the parameters (s, sets, *own).
-        scales: what is taken out of each (s, sets): logarithms, to base 2 of linear parameters.
+        scales: the logarithms of what each is divided by (s, sets), to base 2 for linear parameters.
         one_step: whether all steps have the same parameters.
-        depth: messages are raised to 2^-depth of their largest entry.
-        limit: sums below may be inexact, of messages of at most 2^TOP.
+        depth: messages are raised to at least 2^-depth of their largest entry.
+        limit: the least sum that is exact, for messages of at most 2^TOP.
         spare: sums of posteriors are 2^spare in the backward scan, whose counts do not overflow.
-        least_source: what is negligible there, compared with sums of messages of at most 2^TOP.
+        least_source: the least number that is not negligible there, next to sums of messages of at most 2^TOP.
     """
 
     def __init__(self, chain: Structured, layout: Layout) -> None:

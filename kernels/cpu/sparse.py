@@ -137,7 +137,7 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
 def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
     """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B].
 
-    They are in float64 if float32 is not enough. None: there are exponents beyond 2^53 that matter.
+    They are in float64 where exponents exceed those of float32. None: there are exponents beyond 2^53 that matter.
     """
     return _or_wider(_filtered, chain)
 
@@ -150,7 +150,7 @@ def _filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
 
 
 def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
-    """Paths int64 [*S, *B, v] drawn by numbers in [0, 1) like these; see `queries.paths`.
+    """Paths int64 [*S, *B, v] drawn by `numbers` in [0, 1) of the same shape; see `autograd.draws`.
 
     None: there are exponents beyond 2^53 that matter.
     """
@@ -167,7 +167,7 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
 
 
 def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
-    """The best paths int64 [*B, v], see `queries.paths`, and whether sequences hold NaN or +inf."""
+    """The best paths int64 [*B, v], see `autograd.best_paths`, and whether sequences hold NaN or +inf."""
     call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
     call.point(paths=states, log_norm=log_norm)
@@ -244,9 +244,6 @@ class _Call(Pointing):
         return count
 
 
-# ------------------------------------------------------------------------------------------------------------- slices
-
-
 def _graph(arcs: Arcs, c: int, size: int) -> _Graph:
     """The arcs in slices of `size` rows, computed once."""
     if (c, size) not in arcs.arranged:
@@ -287,7 +284,7 @@ def _slices(
     states, others = np.zeros(count * size, np.int32), np.zeros(start[-1] * size, np.int32)
     states[: len(state)] = state[by_length]
     arcs = np.full(start[-1] * size, -1, np.int32)
-    # arcs of a row are neighbours in `order`, and a whole vector apart in a slice
+    # arcs of a row are neighbors in `order`, and a whole vector apart in a slice
     first_slot = start[place // size] * size + place % size
     slot = np.repeat(first_slot - (np.cumsum(length) - length) * size, length) + np.arange(len(order)) * size
     others[slot], arcs[slot] = other[order], order

@@ -1,7 +1,7 @@
 """Arguments of the C library that are filled in once for all operands of the same shapes, strides and dtypes.
 
 A chain of a few dozen steps is computed in less time than it takes to check its tensors and to fill in arguments. A
-`Template` has all of these but the addresses, and `cached` holds templates. Several threads may use both at once.
+`Template` has all of these except addresses, and `cached` holds templates. Several threads may use both at once.
 `Short` computes whole chains by one call of the library for each public function, `Stretch` pieces of longer chains.
 """
 
@@ -25,7 +25,7 @@ Residuals = tuple[Tensor, Tensor, Tensor]
 # the logarithm of a message [*B, c] with sum 1, the log-partition [*B, 1], and its rounding error [*B, 1]
 Carried = tuple[Tensor, Tensor, Tensor]
 
-# by all that templates depend on
+# by everything that templates depend on
 _templates: dict[Any, Any] = {}
 _MOST = 1024
 _MISSING = object()
@@ -40,7 +40,7 @@ _ROOM = 2**20
 
 
 def cached(key: Any, make: Callable[[], _Made]) -> _Made:
-    """What `make` has returned for this key, which says all that it depends on."""
+    """The result of `make` for this key, which holds everything that it depends on."""
     made = _templates.get(key, _MISSING)
     if made is _MISSING:
         made = make()
@@ -78,7 +78,7 @@ class Template:
         return a
 
     def run(self, name: str, arguments: Arguments) -> int:
-        """What a function of the library returns, summed over threads."""
+        """The result of a function of the library, summed over threads."""
         if not self.on_one_thread:
             return run(arguments, self.dtype, name, self._spans)
         prepared, room = self._calls.get(name), None
@@ -106,7 +106,7 @@ class Template:
 def short_of(
     x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, wanted: Callable[..., bool], chain_of: Any
 ) -> "Short | None":
-    """The `Short` of operands; None for chains of several threads, or if `wanted` says no.
+    """The `Short` of operands; None for chains of several threads, or if `wanted` returns False.
 
     `wanted` checks the operands, once for all of the same shapes and strides; `chain_of` gives their layout and chain.
     """
@@ -160,7 +160,7 @@ class Short(Template):
         return in_large_pages(torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu"))
 
     def parts(self, joint: Tensor, x: Tensor) -> Residuals:
-        """The residuals that lie in one tensor."""
+        """Views of the residuals in one tensor."""
         messages, log_norm, lossy = joint.split(self._sizes)
         messages = messages.view(self.dtype)[: torch.Size(self._shape).numel()].view(self._shape)
         return log_norm.view(torch.float64).view(x.shape[:-2]), messages, lossy.view(torch.bool).view(self._shape[1:3])

@@ -1,4 +1,4 @@
-"""The state paths of the largest weights: k max-plus messages per state forward, then back along the choices.
+"""The state paths of the largest weights: k max-plus messages per state forward, then backtracking by choices.
 
     a_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r, + x_i(j)
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..chain import Chain
 from ..numbers import log_weights, shifted
 
-# terms (sets, sequences, columns, c k) of a step that are held at a time
+# terms (sets, sequences, columns, c k) of a step that are in memory at a time
 _TERMS = 2**20
 
 
@@ -35,7 +35,7 @@ class Messages:
 
     `leaving` (g, m, c), float64: the last message of each sequence, less its largest entry. `unknown` (g, m): whether a
     sequence holds NaN or +inf. `entering` (g, m, c): such a message, which is then step 0 of a path, or None. `last`
-    (g, m, c, ranks): the last message of so many best paths into each state.
+    (g, m, c, ranks): the last message of the `ranks` best paths into each state.
     """
 
     def __init__(self, chain: Chain, entering: Tensor | None, ranks: int = 1) -> None:
@@ -59,10 +59,10 @@ class Messages:
         self.last, self.leaving = message, message[..., 0].double()
 
     def follow(self, states: Tensor) -> None:
-        """Write into `states` (g, m, steps) the best paths that end, at a sequence's end, there.
+        """Write into `states` (g, m, steps) the best paths.
 
-        The last entry of each is the state in which it ends, or negative for any. States are -1 past a sequence's end,
-        and everywhere if it is unknown or there is no path.
+        On entry, the last entry of each is the state in which the path has to end, or negative for any state. States
+        are -1 past a sequence's end, and everywhere if it is unknown or there is no path.
         """
         final, best = states[..., -1:], self.last[..., 0].argmax(-1, keepdim=True)
         states.copy_(self.choose(torch.where(final >= 0, final, best))[..., 0, :])

@@ -5,7 +5,7 @@ Those of structures are traced back through the messages m of a forward pass in 
     m_0 = log p0 + x_0              m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
     z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)
 
-All of that is float64, but for bands and arcs on a CPU, which C computes.
+These are computed in float64, except for bands and arcs on a CPU, which the C library computes.
 """
 
 import math
@@ -24,14 +24,14 @@ from .scan import Message, Steps, messages
 
 
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
-    """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for an unknown sequence."""
+    """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for unknown sequences."""
     check_products(operands.transition)
     states, unknown = best_paths(operands)
     return states, weight_of(operands, states).masked_fill(unknown, math.nan)
 
 
 def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]:
-    """The best path [*B, v], or the k best [*B, k, v], of dense matrices, and whether a sequence is unknown [*B].
+    """The best path [*B, v], or the k best [*B, k, v], of dense matrices, and whether sequences are unknown [*B].
 
     A sequence is unknown if it has a NaN or +inf. States are -1 after a sequence's end, in paths that do not exist, and
     in unknown sequences. The k best paths of packed sequences are [k, total].
@@ -46,10 +46,10 @@ def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]
     return states, unknown
 
 
-def best_walk(steps: Steps) -> tuple[list[Message], list[Tensor]]:
-    """The messages of best paths, and the state before each state (g, m, c) of the best path into it, from step 1 on.
+def best_messages(steps: Steps) -> tuple[list[Message], list[Tensor]]:
+    """The max-plus messages, and from step 1 on the predecessor (g, m, c) of each state on the best path into it.
 
-    Of equals it is the lowest state.
+    Ties go to the lowest state.
     """
     pointers = []
 
@@ -62,9 +62,9 @@ def best_walk(steps: Steps) -> tuple[list[Message], list[Tensor]]:
 
 
 def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
-    """The best path int64 [*B, v], and whether a sequence is unknown [*B]: its weight is NaN or +inf.
+    """The best path int64 [*B, v], and whether sequences are unknown [*B]: their weight is NaN or +inf.
 
-    States are -1 behind a sequence's end, of impossible and of unknown sequences.
+    States are -1 past a sequence's end, and everywhere in impossible and in unknown sequences.
     """
     if operands.is_dense:
         return dense_best_paths(operands, None)
@@ -72,20 +72,20 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
     if best is not None:
         return best
     steps = operands.detached().steps()
-    walked, pointers = best_walk(steps)
-    weight, state = walked[-1].values.max(-1)
-    found = [state]
+    forward, pointers = best_messages(steps)
+    weight, state = forward[-1].values.max(-1)
+    path = [state]
     for step in reversed(range(1, steps.v)):
         before = pointers[step - 1].gather(-1, state[..., None])[..., 0].long()
         inside = steps.inside(step)
         state = before if inside is None else torch.where(inside[..., 0], before, state)
-        found.append(state)
-    states = possible(steps, torch.stack(found[::-1], -1), weight)
+        path.append(state)
+    states = possible(steps, torch.stack(path[::-1], -1), weight)
     return states, steps.layout.batched(weight.isnan() | (weight == math.inf))
 
 
 def possible(steps: Steps, states: Tensor, weight: Tensor) -> Tensor:
-    """Paths (g, m, ..., v) as [*B, ..., v], -1 behind ends and in sequences whose weight (g, m, ...) is not finite."""
+    """Paths (g, m, ..., v) as [*B, ..., v], -1 past ends and in sequences whose weight (g, m, ...) is not finite."""
     states = states.masked_fill(~weight.isfinite()[..., None], -1)
     if steps.ends is not None:
         ends = steps.ends.view(*steps.shape[:2], *(1 for _ in states.shape[2:]))

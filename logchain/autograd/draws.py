@@ -1,7 +1,7 @@
 """State paths drawn from their posterior, as an operator of torch.
 
 Those of structures are traced back through the log messages m of a forward pass, `z_{i-1}` with the weights
-`exp(m_{i-1}) P_i(., z_i)`: in float64, but for bands and arcs on a CPU, which C computes.
+`exp(m_{i-1}) P_i(., z_i)`: in float64, except for bands and arcs on a CPU, which the C library computes.
 """
 
 from typing import Any
@@ -44,13 +44,13 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     values = [message.values for message in forward_messages(steps)]
     numbers = steps.layout.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
-    found = [state]
+    path = [state]
     for step in reversed(range(1, steps.v)):
         before = steps.transition(step).draw(values[step - 1], state, numbers[step - 1])
         inside = steps.inside(step)
         state = before if inside is None else torch.where(inside[..., 0], before, state)
-        found.append(state)
-    drawn = torch.stack(found[::-1]).movedim(1, -1)  # (v, g, m, count)
+        path.append(state)
+    drawn = torch.stack(path[::-1]).movedim(1, -1)  # (v, g, m, count)
     weight = LOG.sum(values[-1], -1)[..., None]
     return possible(steps, drawn.permute(1, 2, 3, 0), weight).movedim(-2, 0)
 
@@ -74,7 +74,7 @@ def _forward(
 
 
 def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
+    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers."""
     residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
     report_chains(residuals.recomputed)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
@@ -95,7 +95,7 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]
     return paths, 1
 
 
-# the tag of the operator keeps compilers from merging two calls with equal arguments, which are two draws
+# the tag prevents compilers from merging two calls with equal arguments, which are two draws
 _sample = operator(
     "sample(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, SymInt num_samples, Generator? generator,"
     " bool log_params) -> Tensor",

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..kernels.numbers import log_weights
 from ..kernels.plain import entropy as formula
-from ..operands import Operands, chain_of, multiplied_out
+from ..operands import Operands, as_dense, chain_of
 from ..rescues import report_chains
 from ..transitions.dense import Dense
-from .chain import log_norm, posteriors
-from .chain_operators import log_norm_second
+from .dense_operators import log_norm_second
 from .log_partition import dense_posteriors
 from .operator import if_needed, operator
+from .structures import log_norm, posteriors
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
@@ -33,10 +33,10 @@ def entropy(operands: Operands) -> Tensor:
     """`log Z - E[log w(z)]` [*B] in float64, differentiable once; 0 where no path is possible.
 
     The mean log-weight of a path is the sum of all logarithms, each times the expected number of its uses. That holds
-    where entries are products of parameters; others are multiplied out.
+    where entries are products of parameters; other structures are converted to dense matrices.
     """
     if operands.transition.sums:
-        operands = multiplied_out(operands)
+        operands = as_dense(operands)
     if operands.is_dense:
         entropies: Tensor = _entropy(*operands.dense[:3], None, None, None, *operands.dense[3:])
         return entropies
@@ -44,17 +44,17 @@ def entropy(operands: Operands) -> Tensor:
         return log_norm(operands)
     x, p0, *parameters = operands.tensors
     batch, sequence = operands.x.shape[:-2], range(operands.x.dim() - 2)
-    # potentials relative to the largest leave posteriors as they are, and log Z small
+    # subtracting the largest potential does not change posteriors, and makes log Z small
     top = x.detach().amax(-1, keepdim=True)
     x = x.double() - top.double().masked_fill(~top.isfinite(), 0.0)
     if operands.lengths is not None:
         inside = torch.arange(x.shape[-2], device=x.device) < operands.lengths[..., None]
         x = torch.where(inside[..., None], x, 0.0)
     logs = [log_weights(one, operands.log_params, torch.float64) for one in (p0, *parameters)]
-    # each sequence has counts of its own
+    # expected counts are per sequence
     logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
-    own = operands.of(x, *logs)._replace(log_params=True)
-    total, (states, counts, starts) = posteriors(own, (True, True, True))
+    expanded = operands.of(x, *logs)._replace(log_params=True)
+    total, (states, counts, starts) = posteriors(expanded, (True, True, True))
     assert states is not None and counts is not None and starts is not None
     mean = torch.zeros_like(total)
     for used, log in zip((states, starts, *counts), (x, *logs), strict=True):

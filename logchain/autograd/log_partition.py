@@ -1,10 +1,10 @@
-"""The log-partition of a chain, differentiable in every schedule.
+"""The log-partition as an autograd Function of any schedule, and the schedules of chains of dense matrices.
 
-`LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a schedule, which computes their
-log-partition and its gradients: short chains, checkpoints and packed sequences of dense matrices, and structures.
-The operators of `chain_operators` take dense matrices, also inside torch.compile and torch.func. In either the
-gradients are posterior marginals, computed by a backward pass from the operands and what the schedule keeps, which are
-the forward messages or some of them.
+`LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a `Schedule`, which computes
+their log-partition and its gradients: that of short chains, of checkpoints, of packed sequences, or of `structures`.
+The operators of `dense_operators` compute all other dense chains, also inside torch.compile and torch.func. In both
+the gradients are posterior marginals, computed by a backward pass from the operands and all or some of the forward
+messages.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
 from ..tensors import differentiated, is_plain
 from ..transitions.dense import Dense
-from . import chain_operators as operators
-from .chain_operators import Saved
+from . import dense_operators as operators
+from .dense_operators import Saved
 from .operator import Final, apply, if_needed
 from .scan import Steps, second_derivatives, total
 
@@ -37,7 +37,7 @@ def dense_log_norm(
 ) -> Tensor:
     """The log-partition [*B] of dense matrices, computed in float64, as a tensor of `dtype`.
 
-    `schedule` None is the one that `choose` finds.
+    `schedule`: by default that of `choose`.
     """
     keep = differentiated(*operands.tensors)
     if operands.packed:
@@ -49,7 +49,7 @@ def dense_log_norm(
         return value.to(dtype)
     x, bulk, p0, lengths, log_params = dense = operands.dense
     schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
-    # tensors of torch.func may say that they need no gradient
+    # tensors of torch.func may report that they need no gradient
     keep = keep or (torch.is_grad_enabled() and is_transformed())
     value = operators.log_norm(*dense, keep, *schedule)[0]
     return value.to(dtype, copy=keep)  # autograd may have saved the value, which the caller may change
@@ -94,14 +94,14 @@ def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: 
 
 
 def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progress: bool = False) -> Tensor:
-    """The log-partition [*B] in float64, with a checkpoint after every so many steps; it can be differentiated once.
+    """The log-partition [*B] in float64, with a checkpoint after each `every` steps; it can be differentiated once.
 
-    `keep`: the checkpoints, for a backward pass. `progress`: show a bar over the pieces of either pass.
+    `keep`: whether to save the checkpoints for a backward pass. `progress`: show a bar over the pieces of either pass.
     """
     tensors, p0 = operands.tensors, operands.p0
     if torch.compiler.is_compiling():
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
-    if operands.x.numel() == 0 or not has_values(p0):  # nothing to cut
+    if operands.x.numel() == 0 or not has_values(p0):
         return dense_log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
     schedule = _Checkpoints(operands.skeleton(), every, progress)
     value: Tensor = apply(LogPartition, schedule, *tensors) if keep else schedule.forward(*tensors, keep=False)[0]
@@ -203,7 +203,7 @@ class _Short(NamedTuple):
 
 
 class _Checkpoints(NamedTuple):
-    """The sequential schedule in pieces of `every` steps, which keeps the messages between pieces alone."""
+    """The sequential schedule in pieces of `every` steps, which saves only the messages between pieces."""
 
     skeleton: Operands
     every: int
@@ -226,7 +226,7 @@ class _Checkpoints(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """The sequential schedule of packed sequences that kernels take where they lie: x, p0 and bulk."""
+    """The sequential schedule of packed sequences that kernels read in place, for x, p0 and bulk."""
 
     skeleton: Operands
 

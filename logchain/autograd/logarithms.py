@@ -1,6 +1,6 @@
 """Gradients of log-partitions of structures by the scan in logarithms, in about sqrt(v) pieces of sqrt(v) steps.
 
-The messages between pieces are held, and those within a piece are computed again, with a graph.
+The messages between pieces are stored, and those within a piece are computed again, with a graph.
 """
 
 import math
@@ -23,7 +23,7 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
         x, p0, *weights = operands.tensors
         logs = [log_weights(one, False, torch.float64) for one in (p0, *weights)]
         operands = operands.of(x, *logs)._replace(log_params=True)
-    # what pieces share is added up in float64
+    # gradients of parameters that pieces share are summed in float64
     shared = [False, True, *(lead[-1] == 1 for lead in operands.transition.leads)]
     kinds = [torch.float64 if one else dtype for one in shared]
     into = [torch.zeros_like(tensor, dtype=kind) for tensor, kind in zip(operands.tensors, kinds, strict=True)]
@@ -48,9 +48,9 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
 def _add_piece(
     piece: Operands, into: Operands, weight: Tensor, adjoint: Tensor | None, entering: Message | None
 ) -> Tensor | None:
-    """Add the gradients of a piece, of the adjoint of its last message (g, m, c); None is that of the log-partition.
+    """Add the gradients of a piece, by the adjoint of its last message (g, m, c); None: by that of the log-partition.
 
-    Returns the adjoint of the message that enters, None without one.
+    Returns the adjoint of the entering message, or None if there is none.
     """
     leaves = [tensor.detach().double().requires_grad_() for tensor in piece.tensors]
     message = None if entering is None else entering.values.requires_grad_()
@@ -62,10 +62,10 @@ def _add_piece(
         output = LOG.sum(last, -1) if adjoint is None else last
         cotangent = steps.layout.grouped(weight.double()) if adjoint is None else adjoint
         sources = leaves if message is None else [*leaves, message]
-        found = torch.autograd.grad(output, sources, cotangent, materialize_grads=True, allow_unused=True)
-    for total, gradient in zip(into.tensors, found, strict=False):
+        gradients = torch.autograd.grad(output, sources, cotangent, materialize_grads=True, allow_unused=True)
+    for total, gradient in zip(into.tensors, gradients, strict=False):
         total += gradient
-    return None if message is None else found[-1]
+    return None if message is None else gradients[-1]
 
 
 def _without(operands: Operands, unused: Tensor) -> Operands:

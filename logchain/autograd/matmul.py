@@ -1,6 +1,6 @@
 """The matrix product in the log semiring as an operator of torch, which can be differentiated twice.
 
-The backward pass keeps the operands alone.
+Only the operands are saved for the backward pass.
 """
 
 import math

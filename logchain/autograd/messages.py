@@ -19,8 +19,8 @@ Messages = tuple[Tensor, Tensor, Tensor]
 def messages(operands: Operands) -> Messages:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
-    They have the dtype of the arithmetic, and where gradients are needed are those of the scan; but torch.compile would
-    take minutes for the operations of its steps.
+    They have the dtype of the arithmetic. Where gradients are needed the scan computes them, except in torch.compile,
+    which would take minutes for the operations of its steps.
     """
     with_gradients = differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed())
     if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):

@@ -68,7 +68,7 @@ def operator(
     """The function that calls the operator `logchain::name(Tensor ...)`, now registered; autocast is off inside it.
 
     `shapes` makes outputs of the right shapes and dtypes, without values, from the same arguments. `function` has the
-    derivatives; None: there are none. `gradients`: outputs are gradients of operands, which are empty if not needed.
+    derivatives, if there are any. `gradients`: outputs are gradients of operands, which are empty if not needed.
     `batched`: the number of outputs that have batch axes, None for all. `vmap`: a rule for other outputs.
     """
     name = schema[: schema.index("(")]

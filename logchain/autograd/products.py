@@ -1,8 +1,8 @@
 """Products of a stack of matrices in log space, as operators of torch.
 
-The backward pass keeps the stack alone: it recomputes the partial products of the tree, and goes down the tree with
-their gradients in the memory of the result. A second derivative is torch's, through products by `autograd.matmul` in
-the same order.
+Only the stack is saved for the backward pass: it recomputes the partial products of the tree, and goes down the tree
+with their gradients in the memory of the result. A second derivative is torch's, through products by `autograd.matmul`
+in the same order.
 """
 
 import math
@@ -77,7 +77,7 @@ def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
 
 
 def _shape(stack: Tensor, prefixes: bool) -> Tensor:
-    """Memory for the products, unwritten: float64 for a stack in float64, otherwise float32."""
+    """Uninitialized memory for the products: float64 for a stack in float64, otherwise float32."""
     shape = stack.shape if prefixes else stack.shape[:-3] + stack.shape[-2:]
     return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
 

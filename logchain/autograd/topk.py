@@ -1,10 +1,10 @@
 """The k best paths of a batch of chains.
 
-Of structures they are searched one after another, by deviations from earlier ones. With the messages m of best paths,
-the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) + log P_i(k, z_i) +
-the weight of these states. The paths that share the states of an earlier one from some step i on, but not the state
-before it, are a set for each i: the best of each set is a candidate, and the best candidate is the next path. A set
-excludes the states before step i that have been taken.
+Those of structures are searched in order of weight, as deviations from earlier paths. With the messages m of best
+paths, the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) +
+log P_i(k, z_i) + the weight of these states. The paths that share the states of an earlier one from some step i on, but
+not the state before it, are a set for each i: the best of each set is a candidate, and the best candidate is the next
+path. A set excludes the states before step i that have been taken.
 
 Source: E. L. Lawler, "A procedure for computing the K best solutions to discrete optimization problems", Management
 Science 18 (1972), for the partition into sets.
@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 
 from ..operands import Operands, check_products
-from .best_paths import best_walk, dense_best_paths, possible
+from .best_paths import best_messages, dense_best_paths, possible
 from .paths import weight_of
 from .scan import Steps
 
 
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
-    """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state, and log-weights [*B, k], falling."""
+    """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state; log-weights [*B, k], descending."""
     check_products(operands.transition)
     states, unknown = dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
     states = states if operands.packed else states.movedim(-2, 0)
     scores = weight_of(operands, states).masked_fill(unknown, math.nan)
-    # scores are rounded otherwise than the messages by which the paths were found, and may be in another order
+    # scores are rounded differently from the messages of the search, and may be in another order
     order = scores.detach().argsort(stable=True, dim=0, descending=True)
     ranks = order.repeat_interleave(operands.packed.lengths, -1) if operands.packed else order[..., None]
     return states.gather(0, ranks.expand_as(states)), scores.gather(0, order).movedim(0, -1)
 
 
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
-    """The k best paths int64 [*B, k, v], and whether a sequence is unknown [*B]: its weight is NaN or +inf.
+    """The k best paths int64 [*B, k, v], and whether sequences are unknown [*B]: their weight is NaN or +inf.
 
     States are -1 past a sequence's end, in paths that do not exist, and in unknown sequences.
     """
@@ -65,14 +65,14 @@ class _Search:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        best, self._pointers = best_walk(steps)
+        best, self._pointers = best_messages(steps)
         self._messages = torch.stack([message.logs for message in best], -2)
         final = self._messages[..., -1, :]
         ends = self._ends = (
             steps.ends if steps.ends is not None else final.new_full((*final.shape[:2], 1), steps.v).long()
         )
         self._into = torch.arange(1, steps.v + 1, device=final.device)  # the step that each position leads into
-        # at first all paths are one set, of those that deviate from nothing at their end
+        # initially all paths are one set, which excludes no state
         weight, state = final.max(-1, keepdim=True)
         weight = torch.where(self._into == ends, weight, -math.inf)
         path = torch.zeros_like(weight, dtype=torch.int64)

@@ -254,8 +254,8 @@ class ChainCircuit(ChainModel):
         >>> ChainCircuit(3, 2, num_categories=2).sample(5).shape
         torch.Size([5, 3])
         """
-        nothing = self.mixing().new_zeros(self.units)
-        return self._draw(ChainArguments(nothing, *self._weights()), num_samples, generator)
+        potentials = self.mixing().new_zeros(self.units)
+        return self._draw(ChainArguments(potentials, *self._weights()), num_samples, generator)
 
     @torch.no_grad()
     def sample_conditional(

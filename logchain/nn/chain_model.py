@@ -1,4 +1,4 @@
-"""What models of sequences along a chain of hidden states share: their arguments, their starts and their fits."""
+"""The base class of models of sequences along a chain of hidden states: arguments, initialization and fits."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from .parameters import fill, over
 
 
 class ChainModel(torch.nn.Module):
-    """The starts and fits of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states."""
+    """The base class of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states."""
 
     # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
     stationary = False
@@ -30,7 +30,7 @@ class ChainModel(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw trained parameters again: weights uniformly over the simplex, emissions at places in the data.
+        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of the data.
 
         >>> from logchain.nn import HMM
         >>> hmm = HMM(2, "gaussian")
@@ -68,7 +68,7 @@ class ChainModel(torch.nn.Module):
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
         `observed`, `lengths` and, of an `HMM`, `covariates` are those of the class, the other options those of
-        `logchain.nn.fit`. By default the parameters are initialised first; `restarts=0` starts from the present ones.
+        `logchain.nn.fit`. By default the parameters are initialized first; `restarts=0` starts from the present ones.
 
         Returns:
             A `Fit`; its `str` is a short report.
@@ -111,7 +111,7 @@ class ChainModel(torch.nn.Module):
     def _observations(
         self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Data with 0 where nothing is observed, the mask of what is, None if everything is, and the lengths `[*B]`.
+        """Data with 0 where nothing is observed, the mask of observed entries, None if all are, and the lengths `[*B]`.
 
         The mask ends with each sequence. If the number of axes of an event is known, it has the shape of the data,
         otherwise that of `observed` or `[*B, v]`.

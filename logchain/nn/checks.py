@@ -47,7 +47,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_step(step: float) -> None:
-    """Check for a step size of expectation maximisation, from 0 to 1."""
+    """Check for a step size of expectation maximization, from 0 to 1."""
     check_number("step", step)
     if not 0 <= step <= 1:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")

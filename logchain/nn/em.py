@@ -1,4 +1,4 @@
-"""Expectation maximisation of modules whose parts have maximum-likelihood parameters in closed form."""
+"""Expectation maximization of modules whose parts have maximum-likelihood parameters in closed form."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from .checks import check_differentiable, check_step
 
 @runtime_checkable
 class Part(Protocol):
-    """A module that expectation maximisation fits by two methods.
+    """A module that expectation maximization fits by two methods.
 
     The `flow` is the derivative of the log-likelihood by what `forward(*inputs)` returned: how often each log-weight is
     expected to be used.
@@ -25,7 +25,7 @@ class Part(Protocol):
 
 
 def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of a model that expectation maximisation fits: each `Part` all of whose parameters are trained."""
+    """The modules of a model that expectation maximization fits: each `Part` all of whose parameters are trained."""
     parts = [part for part in model.modules() if isinstance(part, Part)]
     return [part for part in parts if all(parameter.requires_grad for parameter in part.parameters())]
 
@@ -65,7 +65,7 @@ def expected_statistics(
 
 
 def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
-    r"""One step of expectation maximisation: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
+    r"""One step of expectation maximization: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
         model: a module; fitted are its submodules (or itself) that have methods `statistics` and `maximise`, as

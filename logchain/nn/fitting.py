@@ -1,4 +1,4 @@
-"""Maximum likelihood for any model with a `log_prob`, by expectation maximisation or by gradients."""
+"""Maximum likelihood for any model with a `log_prob`, by expectation maximization or by gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ class Fit(NamedTuple):
     set_aside: int = 0
 
     def __str__(self) -> str:
-        """A report of two lines, and of a third with several starts."""
+        """A report of two lines, or of three for several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
         lines = [
@@ -69,13 +69,13 @@ def fit(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Fit:
-    r"""Maximise the log-likelihood `sum log p(data)` over the trained parameters of a model, in place.
+    r"""Maximize the log-likelihood `sum log p(data)` over the trained parameters of a model, in place.
 
     Args:
         model: a module with `log_prob(data, **conditions) -> [n]`; for `restarts`, with `initialise(data, ...)` too.
         data: `[n, ...]`, of n independent sequences or samples.
         conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
-        method: "em" for expectation maximisation, where every trained parameter must belong to a part whose maximum has
+        method: "em" for expectation maximization, where every trained parameter must belong to a part whose maximum has
             a closed form (see `em_step`); "gradient" for L-BFGS, or Adam with mini-batches.
         max_iterations: an iteration is one pass over the data by EM or Adam, or up to 20 steps of L-BFGS.
         tolerance: nats; the fit ends with the first iteration that gains less. 0 ends it where nothing is gained any
@@ -107,7 +107,7 @@ def fit(
     Warns:
         DegenerateWarning: starts were skipped, for what each of them met.
 
-    A probability that expectation maximisation has taken to 0 stays 0, under "gradient" too. The `prior_count` of
+    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. The `prior_count` of
     `LogWeights` keeps it above; "gradient" from a start without zeros never reaches 0.
 
     Cost: a forward and a backward pass an iteration, and a forward pass at the end.

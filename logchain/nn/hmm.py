@@ -295,9 +295,9 @@ class HMM(ChainModel):
             raise ValueError(f"num_steps: expected at most {self.num_steps} steps, got {num_steps}")
         bulk = self._transitions(None, num_steps, None, covariates)
         lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
-        nothing = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
+        potentials = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
         initial = _stationary_start(bulk).log() if self.initial is None else self.initial()
-        states = draw_paths(nothing, bulk, initial, num_samples, generator=generator, log_params=True)
+        states = draw_paths(potentials, bulk, initial, num_samples, generator=generator, log_params=True)
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
 
@@ -309,7 +309,7 @@ class HMM(ChainModel):
         return len(layer.units) - 1 + len(layer.event) if isinstance(layer, InputLayer) else None
 
     def _potentials(self, data: Tensor, known: Tensor | None, mask: str) -> Tensor:
-        """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where the mask, of that name, says that nothing is observed."""
+        """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed; `mask` is the name in errors."""
         if isinstance(self.emission, InputLayer):
             x: Tensor = self.emission(data, known)  # (*B, v, *U, c)
             return x.sum(-2) if len(self.emission.units) > 1 else x
@@ -328,7 +328,7 @@ class HMM(ChainModel):
     def _transitions(
         self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None
     ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, or a structure of such, for a batch B; None: for any."""
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, or such a structure, for a batch B, or for any if None."""
         bulk: Tensor | Transition
         if isinstance(self.transition, LogWeights | TransitionWeights):
             if covariates is not None:
@@ -367,7 +367,7 @@ class HMM(ChainModel):
 
         Returns:
             An `HMM`. Its data are `[*B, v, d]` as hmmlearn's samples are `[samples, d]`, but categories are `[*B, v]`.
-            Its priors are not read: pass those that are wanted to the parts of an `HMM`.
+            hmmlearn's priors are not read: pass priors to the parts of an `HMM`.
 
         Raises:
             TypeError: the model is another, or not fitted.

@@ -20,7 +20,7 @@ from ..log_prob import log_prob
 from ..marginals import marginals
 from ..product import product
 from ..sample import sample
-from ..tensors import at_hand
+from ..tensors import is_readable
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count
@@ -94,8 +94,8 @@ class LinearChainCRF(nn.Module):
     sequence's log-likelihood NaN and its tags -1. Inside `torch.compile` the errors on a CPU are those of the chain:
     they name `lengths`, of which one is 0 where a first step is off, and `states`.
 
-    The layer works under `torch.compile` without a graph break and in `torch.export`, which are the way where
-    TorchScript (`torch.jit`) does not work; in autocast and in DistributedDataParallel; a batch may be empty.
+    The layer works under `torch.compile` without a graph break and in `torch.export`, not in
+    TorchScript (`torch.jit`); in autocast and in DistributedDataParallel; a batch may be empty.
     DataParallel gathers tensors: use `viterbi` there, not the lists of `decode`.
 
     Raises:
@@ -326,7 +326,7 @@ class LinearChainCRF(nn.Module):
             raise ValueError(f"tags: expected shape {list(emissions.shape[:2])}, got {list(tags.shape)}")
         check_device("tags", tags, emissions)
         tags = tags if self.batch_first else tags.T
-        if at_hand(tags) and tags.numel():
+        if is_readable(tags) and tags.numel():
             counted = tags if unmasked.inside is None else torch.where(unmasked.inside, tags, 0)
             low, high = (int(bound) for bound in torch.aminmax(counted))
             if low < 0 or high >= self.num_tags:
@@ -383,7 +383,7 @@ def _sequences(mask: Tensor | None, strict: bool) -> _Sequences:
         return _Sequences()
     inside = mask.bool()
     lengths = inside.sum(1)
-    if at_hand(mask):
+    if is_readable(mask):
         first = torch.arange(mask.shape[1]) < lengths[:, None]
         if inside.equal(first) and lengths.all():
             return _Sequences(inside, lengths)

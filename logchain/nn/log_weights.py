@@ -13,14 +13,14 @@ class LogWeights(torch.nn.Module):
     Args:
         *shape: sizes of the weights.
         dim: the axis along which they sum to 1, counted from the right: -1 is the last.
-        prior_count: added to each expected count by expectation maximisation (a Dirichlet prior with parameter
+        prior_count: added to each expected count by expectation maximization (a Dirichlet prior with parameter
             `1 + prior_count`); if positive, no weight becomes 0 because the data lack it. A number, or a tensor that
             broadcasts to the shape.
         generator: the source of randomness for the initial weights, uniform over the simplex (a Dirichlet of ones).
 
     Call: `()` to the logarithms `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
-    logit of -inf is a weight of 0, which stays 0 under gradients and, without a prior, under expectation maximisation.
-    Gradients alone never take a weight to 0; expectation maximisation does where a count is 0.
+    logit of -inf is a weight of 0, which stays 0 under gradients and, without a prior, under expectation maximization.
+    Gradients alone never take a weight to 0; expectation maximization does where a count is 0.
 
     Raises:
         TypeError: a size is no integer.

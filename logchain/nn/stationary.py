@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from ..tensors import at_hand
+from ..tensors import is_readable
 
 
 def stationary(transition: Tensor) -> Tensor:
     r"""The solution `p` of `p = p P` with `sum p = 1`, by elimination without subtractions.
 
-    Each entry has the relative accuracy of float64, however small. States are eliminated one after the other, from the
+    Each entry has the relative accuracy of float64, however small. States are eliminated one at a time, from the
     last: paths through an eliminated state are added to the transitions among the others.
 
     Args:
@@ -34,7 +34,7 @@ def stationary(transition: Tensor) -> Tensor:
     for k in range(remaining.shape[-1] - 1, 0, -1):
         out = remaining[..., k, :k]
         leaving = out.sum(-1, keepdim=True)
-        if at_hand(leaving) and bool((leaving == 0).any()):
+        if is_readable(leaving) and bool((leaving == 0).any()):
             raise ValueError("transition: expected every state to reach every other")
         # expected visits of state k for each visit of a state below
         visits_of_k = remaining[..., :k, k] / leaving

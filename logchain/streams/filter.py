@@ -94,7 +94,7 @@ def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with
     """The same for a dense piece, which the message enters unless all sequences start."""
     x, bulk, k = piece.x, piece.bulk, piece.x.shape[-2]
     if _in_place(piece):
-        leaving, posteriors, messages = stretch.walk(piece, entering, dtype is not None, with_messages)
+        leaving, posteriors, messages = stretch.forward(piece, entering, dtype is not None, with_messages)
     else:
         size = max(1, _BLOCK * k // (x.numel() + (bulk.numel() if bulk.shape[-3] > 1 else 0)))
         leaving, parts = entering, []
@@ -115,7 +115,7 @@ def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with
 
 
 def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
-    """The same as `stretch.walk`, by the kernels of any device; both posteriors and messages, if `wanted`."""
+    """The same as `stretch.forward`, by the kernels of any device; both posteriors and messages, if `wanted`."""
     x, bulk = piece.x, piece.bulk
     layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, piece.p0)
     steps, ends = layout.steps_first(x), None if piece.counts is None else layout.grouped(piece.counts)[..., None]

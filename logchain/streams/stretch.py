@@ -23,7 +23,7 @@ def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, entered
 
 
 def in_place(x: Tensor, bulk: Tensor) -> bool:
-    """Whether the C loops read a piece where it lies: batch axes with separate matrices come first."""
+    """Whether the C loops read a piece in place: batch axes with separate matrices come first."""
     own = Layout.of(x, bulk).own
     return own == tuple(range(len(own)))
 
@@ -51,12 +51,12 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
     )
 
 
-def walk(
+def forward(
     piece: Piece, entering: Message, with_posteriors: bool, with_messages: bool
 ) -> tuple[Message, Tensor | None, Tensor | None]:
     """The message that leaves a piece; posteriors in the dtype of the arithmetic, and messages, if wanted.
 
-    It enters the piece, unless all sequences start there.
+    `entering` enters the piece, unless all sequences start there.
     """
     dtype = arithmetic_dtype(piece.x, piece.bulk, piece.p0)
     x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (piece.x, piece.bulk, piece.p0))

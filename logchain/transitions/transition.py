@@ -96,7 +96,7 @@ class Transition(ABC):
         >>> step.map(torch.log).best(torch.tensor([[0.5, 0.5, 0.0]]).log())
         (tensor([[-0.7985, -0.9163, -2.3026]]), tensor([[0, 1, 1]]))
         """
-        # entries are labelled with the state that they come from
+        # entries are labeled with the state that they come from
         labels = -torch.arange(self.states, dtype=message.dtype, device=message.device)
         best = self.apply(torch.complex(message, labels.expand_as(message)), BEST)
         return best.real, (-best.imag).clamp(0, self.states - 1).long()

@@ -6,7 +6,7 @@
 
        posterior_i = S_i B_i / Z        d/dP_i = S_{i-1} T_i / Z        d/dp0 = T_0 / Z        each times a weight
 
-   A row's exponents count from a double beside it, `taken`, to which the largest exponent of each row is added one step
+   A row's exponents are relative to a double, `taken`, to which the largest exponent of each row is added one step
    later. Where bands or arcs are counted while they are summed, Z is the sum of S B of the step that was summed before;
    of dense matrices, whose messages are kept without their scale, it is that of the step itself. */
 #pragma once

@@ -37,7 +37,7 @@ typedef struct {
    the rows of B that B^T is padded with, B is 0. */
 typedef struct {
     const Operands *p;
-    int64_t set, deep, wide, rescued;
+    int64_t set, deep, wide, recomputed;
     real least, scale;              /* the least S; the factor of a block's weights */
     int ordinary;                   /* a block's weights are: see flush.h */
     const real *held_b, *marked_b;  /* the b whose B, and B > 0, are below */
@@ -49,7 +49,7 @@ typedef struct {
     real *row;                      /* a row of c (wide) */
     real *part;                     /* G B^T (AT_ONCE, deep) */
     real *block_b;                  /* A^T G of a block (depth, wide) */
-    double *sum_b, *rescued_b;      /* their sum, and gradients of recomputed entries (depth, wide) */
+    double *sum_b, *recomputed_b;   /* their sum, and gradients of recomputed entries (depth, wide) */
 } Matmul;
 
 /* exp(a - top), 0 only where a is -inf: the difference may overflow. */
@@ -157,7 +157,7 @@ static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, in
             if (lossy && any_wide(again)) {
                 Terms t = terms_of(w, i, a, b, j);
                 logs = choose(again, logarithm_of(t.sum, 0) + t.top, logs);
-                UNROLL for (int l = 0; l < WIDE; l++) w->rescued += j + l < p->columns && again[l];
+                UNROLL for (int l = 0; l < WIDE; l++) w->recomputed += j + l < p->columns && again[l];
             }
             write_wide(w->row + j, logs, WIDE);
         }
@@ -194,7 +194,7 @@ static void divide(Matmul *w, const real *weight, int64_t rows) {
 }
 
 /* Adds the gradients of recomputed entries of a block to those of a and b. */
-static void add_rescued(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows) {
+static void add_recomputed(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows) {
     const Operands *p = w->p;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < p->columns; j += WIDE) {
@@ -206,10 +206,10 @@ static void add_rescued(Matmul *w, const real *a, const real *b, const real *wei
             weights = choose(again, weights / t.sum, splat_wide(0));
             for (int64_t k = 0; k < p->depth; k++) {
                 doubles gradients = share_of_term(p, &t, k) * weights;
-                double sum = 0, *to = w->rescued_b + k * w->wide + j;
+                double sum = 0, *to = w->recomputed_b + k * w->wide + j;
                 UNROLL for (int l = 0; l < WIDE; l++) sum += gradients[l];
                 if (p->grad_a.data) w->part[i * w->deep + k] += (real)sum;
-                if (w->rescued_b) store_wide(to, load_wide(to) + gradients * (double)w->scale);
+                if (w->recomputed_b) store_wide(to, load_wide(to) + gradients * (double)w->scale);
             }
         }
 }
@@ -232,7 +232,7 @@ static void write_block_gradients(Matmul *w, const real *a, const real *b, const
         multiply((Product){rows, p->columns, deep, w->quotients, wide, 1, w->transposed, deep, w->part, deep});
         for (int64_t k = 0; k < rows * deep; k += LANES) store(w->part + k, load(w->part + k) * load(w->a + k));
     }
-    if (lossy) add_rescued(w, a, b, weight, rows);
+    if (lossy) add_recomputed(w, a, b, weight, rows);
     for (int64_t i = 0; i < rows && grad_a; i++) {
         for (int64_t k = i * deep; k < (i + 1) * deep; k += LANES) store(w->part + k, load(w->part + k) * w->scale);
         write_row(p->depth, w->part + i * deep, p->grad_a.column, grad_a + i * p->grad_a.row);
@@ -246,7 +246,7 @@ static void write_grad_b(Matmul *w) {
         double *sums = w->sum_b + k * w->wide;
         for (int64_t j = 0; j < w->wide; j += WIDE) {
             doubles b = read_wide(w->b + k * w->wide + j, 1, WIDE, 0);
-            store_wide(sums + j, load_wide(sums + j) * b + load_wide(w->rescued_b + k * w->wide + j));
+            store_wide(sums + j, load_wide(sums + j) * b + load_wide(w->recomputed_b + k * w->wide + j));
             write_wide(w->row + j, load_wide(sums + j), WIDE);
         }
         if (p->grad_b.data) write_row(p->columns, w->row, p->grad_b.column, strided_row(&p->grad_b, w->set, k));
@@ -264,7 +264,7 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
     const real *b = strided_row(&p->b, w->set, 0);
     int ordinary = 1;
     exponentiate_columns(w, b);
-    clear_wide(p->depth * w->wide, w->sum_b), clear_wide(p->depth * w->wide, w->rescued_b);
+    clear_wide(p->depth * w->wide, w->sum_b), clear_wide(p->depth * w->wide, w->recomputed_b);
     for (int64_t rows; row < stop; row += rows) {
         rows = stop - row < AT_ONCE ? stop - row : AT_ONCE;
         const real *a = strided_row(&p->a, w->set, row);
@@ -297,7 +297,7 @@ EXPORT int64_t EXPORTED(logchain_matmul)(const Operands *p) {
     if (p->grad_a.data) w.transposed = take_reals(&room, deep * wide);
     if (p->grad_b.data || p->part_b) {
         w.block_b = take_reals(&room, deep * wide);
-        w.sum_b = take(&room, deep * wide * 8), w.rescued_b = take(&room, deep * wide * 8);
+        w.sum_b = take(&room, deep * wide * 8), w.recomputed_b = take(&room, deep * wide * 8);
     }
     if (!p->room) return room.bytes;
     clear((deep - p->depth) * wide, w.b + p->depth * wide);
@@ -307,5 +307,5 @@ EXPORT int64_t EXPORTED(logchain_matmul)(const Operands *p) {
         walk_rows(&w, begin, stop);
         row += stop - begin;
     }
-    return w.rescued;
+    return w.recomputed;
 }

@@ -1,4 +1,4 @@
-/* The scale 2^TOP of messages, the least emission 2^-DEEPEST beside it, and exponentials raised to that: see step.h. */
+/* The scale 2^TOP of messages, the least emission 2^-DEEPEST, and exponentials raised to that: see step.h. */
 #pragma once
 #include "doubles.h"
 

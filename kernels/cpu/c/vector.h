@@ -38,7 +38,7 @@ typedef real operand;
 
 enum { LANES = BYTES * 8 / BITS };
 
-/* Rows by vectors of a tile in product.h: what registers hold beside one entry and a row of columns. */
+/* Rows by vectors of a tile in product.h: what registers hold in addition to one entry and a row of columns. */
 #if BYTES == 32
 enum { ROWS = 6, VECTORS = 2 };
 #elif defined(__AVX512F__) || defined(__aarch64__)

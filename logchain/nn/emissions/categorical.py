@@ -9,7 +9,7 @@ from ..log_weights import LogWeights
 from .input_layer import InputLayer
 from .starts import observations
 
-# number of observations of one variable whose gradients are added up one after the other
+# number of observations of one variable whose gradients are summed sequentially
 _BLOCK = 4096
 
 
@@ -19,7 +19,7 @@ class Categorical(InputLayer):
     Args:
         units: `[*U, c]`, or `c` alone.
         num_categories: K; data are integers from 0 to K-1, of any dtype.
-        prior_count: added to each expected count by expectation maximisation, a number or what broadcasts to
+        prior_count: added to each expected count by expectation maximization, a number or what broadcasts to
             `[*U, K, c]`; see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform over the simplex.
 

@@ -18,7 +18,7 @@ class Poisson(ExponentialFamily):
 
     Args:
         units: `[*U, c]`, or `c` alone.
-        prior_total, prior_count: added by expectation maximisation to a unit's sum of counts and to its number of
+        prior_total, prior_count: added by expectation maximization to a unit's sum of counts and to its number of
             observations, a gamma prior: `rate = (total + prior_total) / (observed + prior_count)`. Numbers, or tensors
             that broadcast to the units.
         generator: the source of randomness for the initial rates, whose logarithms are standard normal.

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...tensors import at_hand
+from ...tensors import is_readable
 from .input_layer import InputLayer
 
 
@@ -72,7 +72,7 @@ def _products_with_zeros(rows: Tensor, natural: Tensor) -> Tensor:
     """`rows @ natural`, where natural parameters may be -inf: times 0 they are 0."""
     never = natural == -torch.inf
     products = rows @ natural.masked_fill(never, 0.0)
-    if at_hand(never) and not bool(never.any()):
+    if is_readable(never) and not bool(never.any()):
         return products
     return products.masked_fill(rows @ never.double() > 0, -torch.inf)
 

@@ -37,11 +37,11 @@ class Gaussian(ExponentialFamily):
         num_features: d, for vectors of d entries; None for numbers.
         covariance: "diagonal", or "spherical" with one variance for all features, where any entries of a vector may be
             missing; "full", or "tied" with one matrix for all units, where all or none may.
-        prior_scatter, prior_count: added by expectation maximisation to a unit's sum of squares and to its number of
+        prior_scatter, prior_count: added by expectation maximization to a unit's sum of squares and to its number of
             observations: `S = (squares + prior_scatter) / (count + prior_count)`. A number is that of each feature; a
             tensor broadcasts to the sums, `[*U, c(, d)]` or `[*U, c, d, d]` (tied `[*U, 1, d, d]`), and that of
             `prior_count` to the units `[*U, c]` (tied `[*U, 1]`).
-        prior_means, prior_means_count: expectation maximisation adds that many observations (`[*U, c]`) at these means
+        prior_means, prior_means_count: expectation maximization adds that many observations (`[*U, c]`) at these means
             (which broadcast to `means`), whose distance from the new means also counts among the squares.
         generator: the source of randomness for the initial means, standard normal; the initial variances are 1.
 

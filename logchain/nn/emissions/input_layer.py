@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...arguments import check_device, check_is_tensor
-from ...tensors import at_hand
+from ...tensors import is_readable
 from ..checks import check_count, check_mask
 from ..parameters import arithmetic
 
@@ -17,8 +17,8 @@ class InputLayer(torch.nn.Module):
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. Data
     are `[..., *U, *event]`, the result is `[..., *U, c]` in nats. Entries that are NaN, and those where `observed` is
-    False, are summed out, which leaves `log 1 = 0`. What is no observation of the family is refused by value on a CPU;
-    inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not looked at.
+    False, are summed out, which leaves `log 1 = 0`. Values outside the support of the family raise an error on a CPU;
+    inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not checked.
 
     A subclass has the parameters, `reset_parameters`, and `distribution(at)`, one of `torch.distributions` for the
     units at an index of the parameters. Draws, modes and densities follow from it; where torch's density is slow or
@@ -50,7 +50,7 @@ class InputLayer(torch.nn.Module):
     factorised = False
     # the number of values, integers from 0, where there are finitely many
     num_values: int | None = None
-    # the constraint of torch.distributions that data have to satisfy, and what it expects in words
+    # the constraint of torch.distributions that data have to satisfy, and its description in errors
     support: Any = None
     expected = ""
 
@@ -112,7 +112,7 @@ class InputLayer(torch.nn.Module):
         data = data.to(self.dtype)
         support: Any = distribution.support
         allowed: Tensor = support.check(data)
-        if at_hand(allowed) and not bool(allowed.any(-1).all()):
+        if is_readable(allowed) and not bool(allowed.any(-1).all()):
             raise ValueError(f"data: expected {support}, got something else")
         # some families, such as Pareto, evaluate their formula outside their support, too
         return distribution.log_prob(data).masked_fill(~allowed, -torch.inf)
@@ -123,7 +123,7 @@ class InputLayer(torch.nn.Module):
         known: Tensor | None = None
         if data.is_floating_point():
             known = ~data.isnan()
-            if at_hand(known) and bool(known.all()):
+            if is_readable(known) and bool(known.all()):
                 known = None
         if observed is not None:
             check_mask(observed, data.shape, data.shape[: data.dim() - len(self.event)])
@@ -133,11 +133,11 @@ class InputLayer(torch.nn.Module):
         if known is not None:
             if self.event and not self.factorised:
                 whole = known.all(-1, keepdim=True)
-                if at_hand(known) and bool((known != whole).any()):
+                if is_readable(known) and bool((known != whole).any()):
                     raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
                 known = whole.expand(data.shape)
             data = self.fill(data, known)
-        if self.support is not None and at_hand(data):
+        if self.support is not None and is_readable(data):
             allowed = self.support.check(data)
             if not bool(allowed.all()):
                 raise ValueError(f"data: expected {self.expected}, got {data[~allowed][0].item():g}")

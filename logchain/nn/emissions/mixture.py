@@ -15,7 +15,7 @@ class Mixture(InputLayer):
         generator: the source of randomness for the initial weights, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, c, k]`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see `InputLayer`.
-    Expectation maximisation fits a mixture if it fits the layer.
+    Expectation maximization fits a mixture if it fits the layer.
 
     Cost: that of the layer, and four passes over its result.
 
@@ -45,7 +45,7 @@ class Mixture(InputLayer):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Initialise the components of each unit as their layer does, and draw the weights again.
+        """Initialize the components of each unit as their layer does, and draw the weights again.
 
         See `InputLayer.initialise`.
         """

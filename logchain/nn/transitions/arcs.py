@@ -20,7 +20,7 @@ class Banded(TransitionWeights):
         num_states: c.
         offsets: the diagonal of each band, different integers from -(c-1) to c-1; some band leads out of every state.
         lead: sizes of axes before those of the parameters: steps, or repetitions and steps. () is one matrix for all.
-        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
+        prior_count: added to expected counts by expectation maximization, see `LogWeights`.
         generator: the source of randomness for the initial weights, uniform over the simplex.
 
     Attributes:

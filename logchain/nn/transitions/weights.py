@@ -1,4 +1,4 @@
-"""What modules of structures have in common: parts with trained probabilities that sum to 1."""
+"""The base class of trained structures, and weights that sum to 1 over the arcs out of each state."""
 
 from typing import cast
 
@@ -14,7 +14,7 @@ class TransitionWeights(torch.nn.Module):
     """A module that returns a structure of `logchain.transitions` whose parameters are logarithms.
 
     A subclass assigns a `LogWeights` for each parameter of the structure `kind`, in their order: expectation
-    maximisation fits those by the gradients with respect to what they return. Where a parameter is laid out in another
+    maximization fits those by the gradients with respect to what they return. Where a parameter is laid out in another
     way than its weights, it implements `structure` and `as_weights`.
     """
 

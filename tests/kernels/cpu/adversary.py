@@ -1,4 +1,4 @@
-"""A random search for wrong verdicts: small chains, on the edge of what a format holds, against float64 log-sum-exp."""
+"""A random search for undetected underflow: small chains near the limits of a format, against float64 log-sum-exp."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class Search:
 
 
 def search(seed: int, draws: int) -> Search:
-    """Judge so many draws, in float32 and float64 in turn."""
+    """Judge a number of draws, alternately in float32 and float64."""
     seen = Search()
     for number in range(draws):
         drawn = draw(np.random.default_rng((seed, number)), (torch.float32, torch.float64)[number % 2])

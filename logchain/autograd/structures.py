@@ -1,7 +1,7 @@
-"""The log-partition of a batch of chains, differentiable twice.
+"""The log-partition and the posteriors of chains of structures, differentiable twice and once.
 
-Dense matrices, products, and on a CPU bands and arcs have kernels; any other structure is scanned in log space. Second
-derivatives are those that torch's autograd takes through that scan.
+Dense matrices are passed on to `log_partition`. On a CPU products of factors, bands and arcs have kernels; any other
+structure is scanned in log space. Second derivatives are those of torch's autograd through that scan.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
     if operands.is_dense:
         return dense_log_norm(operands)
-    if operands.x.numel() == 0:  # nothing but a graph
-        nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
-        return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
+    if operands.x.numel() == 0:  # no values, but a graph
+        zeros = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
+        return torch.stack(zeros).sum().expand(operands.x.shape[:-2])
     if is_blocks(operands.transition.pattern):
         return _of_blocks(operands)
     if not differentiated(*operands.tensors):
@@ -44,7 +44,7 @@ def log_norm(operands: Operands) -> Tensor:
 
 
 def _of_blocks(operands: Operands) -> Tensor:
-    """The log-partition [*B] of blocks that do not mix: each is a chain of its own, with dense matrices."""
+    """The log-partition [*B] of blocks that do not mix: each is a separate chain of dense matrices."""
     x, transition, p0, ends, log_params, _ = operands
     (blocks,) = transition.parameters
     count, size = blocks.shape[-3:-1]
@@ -53,7 +53,7 @@ def _of_blocks(operands: Operands) -> Tensor:
     matrices, starts = Dense(blocks.movedim(-3, -4)), p0.unflatten(-1, (count, size))
     values = dense_log_norm(Operands(sequences, matrices, starts, lengths, log_params))
     unknown = values.isnan().any(-1)
-    # the sum of NaN has a gradient of 0 where it counts for nothing
+    # the gradient of the branch that is not selected is 0, not NaN
     return torch.where(unknown, values.sum(-1), LOG.sum(values.masked_fill(unknown[..., None], 0.0), -1))
 
 
@@ -80,7 +80,7 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
 
 
 def forward(operands: Operands, keep: bool) -> Walk:
-    """The log-partitions, and what `backward` reads if it is to be kept."""
+    """The log-partitions, and if `keep` what `backward` reads."""
     if not has_values(operands.x):
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
         return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
@@ -133,7 +133,7 @@ def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tens
 
 
 class _Structure(NamedTuple):
-    """The schedule of structures; tensors are those of `Operands`."""
+    """The schedule of structures, for the tensors of `Operands`."""
 
     skeleton: Operands
 
@@ -158,7 +158,7 @@ class _Structure(NamedTuple):
 
 
 def _logarithms(operands: Operands) -> Operands:
-    """Operands whose parameters are logarithms, as differentiable functions of the given ones, in the chain's dtype."""
+    """Operands of the chain's dtype whose parameters are logarithms, differentiable functions of the originals."""
     x, p0, *parameters = (tensor.to(operands.dtype) for tensor in operands.tensors)
     if not operands.log_params:
         p0, *parameters = (log_weights(one, False, operands.dtype) for one in (p0, *parameters))
@@ -166,8 +166,8 @@ def _logarithms(operands: Operands) -> Operands:
     return operands.of(*leaves)._replace(log_params=True)
 
 
-def check_options(strategy: object, memory_budget: object, progress: object) -> None:
-    """Raise for options that only dense matrices have."""
+def check_structured_options(strategy: object, memory_budget: object, progress: object) -> None:
+    """Raise for options of `product` that structures do not have."""
     check_choice("strategy", check_strategy(strategy), ("auto", "sequential"))
     if memory_budget is not None:
         raise ValueError(f"memory_budget: expected None where bulk is a structure, got {memory_budget!r}")

@@ -1,11 +1,11 @@
-"""The operators of a chain's log-partition, with its first and second derivatives.
+"""The operators of the log-partition of dense matrices, with its first and second derivatives.
 
     log_norm             log Z
     log_norm_backward    weight * d log Z                              posterior marginals
     log_norm_second      d log Z along tangents, and its gradients     expectations and covariances
 
 The arguments `segments` and `warm_up` are the schedule, see `schedules.choose.Schedule`. For the backward pass
-`log_norm` keeps the operands and what the schedule keeps; gradients have the shapes of their operands. The second
+`log_norm` saves the operands and the messages of the schedule; gradients have the shapes of their operands. The second
 derivatives are those of torch's autograd through `scan`, whichever schedule computed the log-partition.
 """
 
@@ -23,7 +23,7 @@ from ..operands import Operands, chain_of
 from ..rescues import report_chains
 from ..schedules import segments as by_segments
 from ..schedules.choose import SEQUENTIAL, Schedule
-from ..tensors import arithmetic_dtype, is_plain, unwritten
+from ..tensors import arithmetic_dtype, empty_gradients, is_plain
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, operator
 from .scan import Steps, second_derivatives, total
@@ -100,7 +100,7 @@ def short_of(
     log_params: bool,
     wanted: Callable[..., bool] = _go_together,
 ) -> Any:
-    """The `kernels.cpu.template.Short` of operands on a CPU, which answers in one call of C; None for all others.
+    """The `kernels.cpu.template.Short` of operands on a CPU, which computes them in one call of C; None for all others.
 
     `wanted` checks the operands and says whether to take a `Short`; it is called once for all chains of the same
     shapes, strides, dtypes and `log_params`.
@@ -121,7 +121,7 @@ def _is_cut(x: Tensor, segments: int) -> bool:
 def _kept_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int, _: int
 ) -> Saved:
-    """Memory for the outputs of `log_norm`, unwritten; messages are empty unless they are to be kept."""
+    """Uninitialized memory for the outputs of `log_norm`; messages are empty unless `keep`."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     dtype = arithmetic_dtype(x, bulk, p0)
@@ -141,7 +141,7 @@ def _kept_shapes(
 def _backward(grad: Tensor, *args: Any) -> Gradients:
     x, bulk, p0, lengths, log_norm, messages, extra, recomputed, log_params, by_log, *needs, segments, _ = args
     if x.numel() == 0:
-        zero_x, zero_bulk, zero_p0 = unwritten((x, bulk, p0), needs)
+        zero_x, zero_bulk, zero_p0 = empty_gradients((x, bulk, p0), needs)
         return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
@@ -158,7 +158,7 @@ def backward(
 ) -> Gradients:
     """The gradients of `sum(grad * log_norm)`; `saved` and `segments` are those of `forward`."""
     x, bulk, p0, *_ = operands.dense
-    grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
+    grad_x, grad_bulk, grad_p0 = empty_gradients((x, bulk, p0), needs)
     in_segments = _is_cut(x, segments)
     layout, chain = chain_of(*operands.dense, operands.packed, by_log=by_log, whole=in_segments)
     wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
@@ -185,7 +185,7 @@ def backward(
 
 
 def _until(gradient: Tensor | None, end: int) -> Tensor | None:
-    """The part of a gradient (steps, ...) before `end`; the others are 0 now."""
+    """The part of a gradient (steps, ...) before `end`; the rest is set to 0."""
     if gradient is None:
         return None
     gradient[end:] = 0.0
@@ -193,7 +193,7 @@ def _until(gradient: Tensor | None, end: int) -> Tensor | None:
 
 
 def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *args: Any) -> Gradients:
-    return unwritten((x, bulk, p0), args[7:10])
+    return empty_gradients((x, bulk, p0), args[7:10])
 
 
 def _second(
