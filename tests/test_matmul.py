@@ -174,11 +174,6 @@ def test_a_difference_that_overflows_is_no_minus_infinity(dtype, backend):
     assert out.item() == -1.5 * far and a.grad.tolist() == [[0.0, 1.0]]
 
 
-def test_one_misaligned_pair():
-    out = logchain.matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
-    assert abs(out.item() - (np.log(2) - 200)) < 2e-5
-
-
 BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (3,)), ((2, 3), (2, 3)), ((0,), (1,))]
 BATCHES += [((4, 1, 3), (1, 2, 3)), ((2, 3, 2), (3, 1))]
 
@@ -353,14 +348,6 @@ def stacked(case, batch, which, sizes, dtype):
     drawn = [draw(case, sizes, dtype, seed)[which] for seed in range(int(np.prod(batch)))]
     matrix = draw(case, sizes, dtype)[which]
     return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
-
-
-def test_pieces_are_all_of_the_product_once():
-    for m, n in ((7, 3), (3, 7), (2000, 1500), (30000, 2), (2, 30000)):
-        seen = torch.zeros(2, m, n, dtype=torch.int8)
-        for cut in plain_matmul._cuts((2,), (m,), (n,), 50):
-            seen[cut.joint] += 1
-        assert (seen == 1).all()
 
 
 @pytest.mark.parametrize(
