@@ -357,12 +357,21 @@ def test_memory_of_the_gradient(function, stacks, backend):
     assert peak_bytes(lambda: torch.autograd.grad(out, leaf, weights)) <= stacks * STACK + WORKSPACE
 
 
-@pytest.mark.parametrize("function", BOTH)
-@pytest.mark.parametrize(
-    ("name", "s", "c"),
-    [("dense", 1, 3), ("misaligned", 5, 2), ("abyss", 3, 2), ("sparse", 3, 2), ("dead", 3, 2), ("mixed", 3, 2)],
-)
-def test_finite_differences(function, name, s, c):
+def pair(stack):
+    return logchain.matmul(stack[:, 0], stack[:, -1])
+
+
+def broadcast_pairs(stack):
+    return logchain.matmul(stack[:, :1], stack[0])
+
+
+SMALL = [("dense", 1, 3), ("misaligned", 5, 2), ("abyss", 3, 2), ("sparse", 3, 2), ("dead", 3, 2), ("mixed", 3, 2)]
+DIFFERENTIATED = [("cpu", function, *row) for function in (*BOTH, pair, broadcast_pairs) for row in SMALL]
+DIFFERENTIATED += [("plain", function, *row) for function in (pair, broadcast_pairs) for row in SMALL[1:]]
+
+
+@pytest.mark.parametrize(("backend", "function", "name", "s", "c"), DIFFERENTIATED, indirect=["backend"])
+def test_finite_differences(function, name, s, c, backend):
     stack = draw(name, s, c, F64, seed=3)[-1:]
     hard, possible = stack.isneginf(), function(stack).isfinite()
 
