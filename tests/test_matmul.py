@@ -151,7 +151,8 @@ SMALL = [((7, 5, 3), F32), ((1, 33, 40), F32), ((1, 1, 1), F32), ((5, 4, 7), F64
     gpu=[(case, *SMALL[(i + j) % 5]) for i, case in enumerate(CASES) for j in (0, 2, 3)],
 )
 def test_every_case_keeps_the_contract(case, sizes, dtype, backend):
-    assert_matmul(*draw(case, sizes, dtype), backend)
+    with poisoned_memory():
+        assert_matmul(*draw(case, sizes, dtype), backend)
 
 
 HALVES = [(dense, torch.bfloat16), (misaligned, torch.float16), (sparse, torch.bfloat16), (dense, torch.float16)]
@@ -172,11 +173,6 @@ def test_a_difference_that_overflows_is_no_minus_infinity(dtype, backend):
     out = logchain.matmul(a, b)
     out.sum().backward()
     assert out.item() == -1.5 * far and a.grad.tolist() == [[0.0, 1.0]]
-
-
-def test_one_misaligned_pair():
-    out = logchain.matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
-    assert abs(out.item() - (np.log(2) - 200)) < 2e-5
 
 
 BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (3,)), ((2, 3), (2, 3)), ((0,), (1,))]
@@ -228,12 +224,6 @@ def test_out_is_written_and_returned(case, dtype):
         assert torch.equal(out, expected)
 
 
-@rows("case", cpu=EACH_TWICE, gpu=[(dense,), (misaligned,), (dead,)])
-def test_poisoned_memory(case, backend):
-    with poisoned_memory():
-        assert_matmul(*draw(case, (17, 9, 5), F32), backend)
-
-
 def test_nan_stays_in_its_row_and_column(backend):
     a, b = (operand.to(backend.device) for operand in draw(dense, (4, 5, 3), F32))
     clean = logchain.matmul(a, b)
@@ -254,41 +244,6 @@ def test_only_wanted_gradients(backend):
         if out.requires_grad:
             out.sum().backward()
         assert (left.grad is not None, right.grad is not None) == (wants_a, wants_b)
-
-
-def differentiable(case, batches):
-    """The possible entries of a product, as a function of finite operands, and those."""
-    a, b = draw(case, (3, 4, 2), F64, seed=1)
-    hard_a, hard_b = a.isneginf(), b.isneginf()
-    possible = logchain.matmul(a, b).isfinite()
-    assert possible.any()
-
-    def value(a, b):
-        out = logchain.matmul(torch.where(hard_a, -INF, a), torch.where(hard_b, -INF, b))
-        return out[..., possible]
-
-    generator = torch.Generator().manual_seed(0)
-    operands = []
-    for operand, hard, batch in zip((a, b), (hard_a, hard_b), batches, strict=True):
-        noise = torch.randn(*batch, *operand.shape, generator=generator, dtype=F64)
-        operands.append((torch.where(hard, 0.0, operand) + 0.1 * noise).requires_grad_())
-    return value, operands
-
-
-OF_BATCHES = list(
-    zip([dense, misaligned, abyss, sparse, dead], [((), ()), ((2,), ()), ((1, 2), (2, 1))] * 2, strict=False)
-)
-
-
-@pytest.mark.parametrize(
-    ("backend", "case", "batches"),
-    [*(("cpu", *row) for row in OF_BATCHES), *(("plain", case, ((), ())) for case in (dense, misaligned, dead))],
-    indirect=["backend"],
-)
-def test_finite_differences(backend, case, batches):
-    value, operands = differentiable(case, batches)
-    assert torch.autograd.gradcheck(value, operands)
-    assert torch.autograd.gradgradcheck(value, operands)
 
 
 DEPTHS = [(depth, weight) for depth in (30.0, 55.0, 60.0, 64.0) for weight in (1e-30, 1e14, 1e30, 3e38)]
@@ -353,14 +308,6 @@ def stacked(case, batch, which, sizes, dtype):
     drawn = [draw(case, sizes, dtype, seed)[which] for seed in range(int(np.prod(batch)))]
     matrix = draw(case, sizes, dtype)[which]
     return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
-
-
-def test_pieces_are_all_of_the_product_once():
-    for m, n in ((7, 3), (3, 7), (2000, 1500), (30000, 2), (2, 30000)):
-        seen = torch.zeros(2, m, n, dtype=torch.int8)
-        for cut in plain_matmul._cuts((2,), (m,), (n,), 50):
-            seen[cut.joint] += 1
-        assert (seen == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -357,12 +357,21 @@ def test_memory_of_the_gradient(function, stacks, backend):
     assert peak_bytes(lambda: torch.autograd.grad(out, leaf, weights)) <= stacks * STACK + WORKSPACE
 
 
-@pytest.mark.parametrize("function", BOTH)
-@pytest.mark.parametrize(
-    ("name", "s", "c"),
-    [("dense", 1, 3), ("misaligned", 5, 2), ("abyss", 3, 2), ("sparse", 3, 2), ("dead", 3, 2), ("mixed", 3, 2)],
-)
-def test_finite_differences(function, name, s, c):
+def pair(stack):
+    return logchain.matmul(stack[:, 0], stack[:, -1])
+
+
+def broadcast_pairs(stack):
+    return logchain.matmul(stack[:, :1], stack[0])
+
+
+SMALL = [("dense", 1, 3), ("misaligned", 5, 2), ("abyss", 3, 2), ("sparse", 3, 2), ("dead", 3, 2), ("mixed", 3, 2)]
+DIFFERENTIATED = [("cpu", function, *row) for function in (*BOTH, pair, broadcast_pairs) for row in SMALL]
+DIFFERENTIATED += [("plain", function, *row) for function in (pair, broadcast_pairs) for row in SMALL[1:]]
+
+
+@pytest.mark.parametrize(("backend", "function", "name", "s", "c"), DIFFERENTIATED, indirect=["backend"])
+def test_finite_differences(function, name, s, c, backend):
     stack = draw(name, s, c, F64, seed=3)[-1:]
     hard, possible = stack.isneginf(), function(stack).isfinite()
 
@@ -392,34 +401,3 @@ def test_opcheck(s, prefixes):
     # its derivative is taken by autograd itself, which a trace does not see: hence no AOT test
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(OPS.log_products_backward.default, (grad, stack, prefixes), test_utils=checks)
-
-
-@pytest.mark.parametrize("function", BOTH)
-def test_compiled_in_one_graph(function):
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda stack: function(stack * 0.5) + 1, fullgraph=True, backend="aot_eager")
-    results = []
-    for call in (compiled, lambda stack: function(stack * 0.5) + 1):
-        leaf = draw("dense", 5, 3).requires_grad_()
-        out = call(leaf)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaf)])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("function", BOTH)
-def test_transforms(function):
-    stack = draw("dense", 5, 3, F64)
-    for axis in (0, 1):
-        mapped = torch.vmap(function, in_dims=axis)(stack.movedim(0, axis))
-        torch.testing.assert_close(mapped, function(stack), rtol=1e-14, atol=0)
-    gradient = torch.func.grad(lambda stack: function(stack).sin().sum())
-    (expected,) = torch.autograd.grad(function(stack.requires_grad_()).sin().sum(), stack)
-    torch.testing.assert_close(gradient(stack.detach()), expected, rtol=0, atol=1e-14)
-    torch.testing.assert_close(torch.vmap(gradient)(stack.detach()), expected, rtol=0, atol=1e-14)
-
-
-def test_autocast_does_not_reach_in():
-    stack = draw("dense", 5, 3)
-    expected = logchain.matrix_product(stack)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(logchain.matrix_product(stack), expected)

@@ -1,4 +1,4 @@
-"""`logchain.product` reproduces published numbers: textbook HMMs, domino tilings, the earthquake series."""
+"""`logchain.product` reproduces published numbers: textbook HMMs and domino tilings."""
 
 import math
 
@@ -63,55 +63,3 @@ def test_domino_tilings_of_eight_rows(width, tilings, dtype):
     out.backward()
     assert abs(bulk.grad.double().sum().item() - 8) <= gradient_bound(8.0, *x.shape, dtype=dtype, terms=bulk.numel())
     assert (bulk.grad[bulk == 0] == 0).all() and (x.grad[-1, 1:] == 0).all()
-
-
-# Earthquakes of magnitude 7 or more, 1900 to 2006: Zucchini and MacDonald, Hidden Markov Models for Time Series, 2009.
-EARTHQUAKES = """
-13 14  8 10 16 26 32 27 18 32 36 24 22 23 22 18 25 21 21 14  8 11 14 23 18 17 19 20 22 19 13 26 13 14 22 24
-21 22 26 21 23 24 27 41 31 27 35 26 28 36 39 21 17 22 17 19 15 34 10 15 22 18 15 20 15 22 19 16 30 27 29 23
-20 16 21 21 25 16 18 15 18 14 10 15  8 15  6 11  8  7 18 16 13 12 13 20 15 16 12 18 15 16 13 15 16 11 11
-"""
-
-
-def minus_log_likelihood(log_rates: torch.Tensor, leaving: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Two Poisson states that are left with probability sigmoid(leaving), started in their stationary distribution."""
-    out = leaving.sigmoid()
-    bulk = torch.stack([torch.stack([1 - out[0], out[0]]), torch.stack([out[1], 1 - out[1]])])
-    x = counts[:, None] * log_rates - log_rates.exp() - torch.lgamma(counts + 1)[:, None]  # (v, c)
-    return -logchain.product(x, bulk[None], out.flip(0) / out.sum())
-
-
-@pytest.fixture
-def counts() -> torch.Tensor:
-    counts = torch.tensor([int(count) for count in EARTHQUAKES.split()], dtype=F64)
-    assert len(counts) == 107
-    assert round(counts.mean().item(), 2) == 19.36 and round(counts.var().item(), 2) == 51.57
-    return counts
-
-
-@BOTH
-def test_earthquakes_at_the_published_parameters(counts, dtype):
-    """The published maximum is flat, so that parameters of four digits give the minimum to four decimals."""
-    log_rates = torch.tensor([15.472, 26.125], dtype=dtype).log()
-    leaving = torch.tensor([0.0660, 0.1285], dtype=dtype).logit()
-    out = minus_log_likelihood(log_rates, leaving, counts.to(dtype)).item()
-    # Float32 rounds the log-probabilities of 107 counts, each a sum of terms up to 120.
-    assert abs(out - 342.3183) < (1e-4 if dtype == F64 else 1e-4 + 107 * float(np.spacing(np.float32(120))))
-
-
-def test_earthquakes_maximum_likelihood(counts):
-    """Gradients through bulk, p0 and x reach the published minimum, 342.3183, from a rough start."""
-    log_rates = torch.tensor([10.0, 30.0], dtype=F64).log().requires_grad_()
-    leaving = torch.tensor([-2.0, -2.0], dtype=F64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([log_rates, leaving], max_iter=100, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimiser.zero_grad()
-        loss = minus_log_likelihood(log_rates, leaving, counts)
-        loss.backward()
-        return loss
-
-    optimiser.step(closure)
-    assert round(closure().item(), 4) == 342.3183
-    np.testing.assert_allclose(log_rates.detach().exp(), [15.472, 26.125], rtol=0, atol=5e-4)
-    np.testing.assert_allclose(1 - leaving.detach().sigmoid(), [0.9340, 0.8715], rtol=0, atol=1e-4)

@@ -24,6 +24,20 @@ def as_tuple(name):
 QUERIES = {name: as_tuple(name) for name in OTHERS if name not in ("stream", "total")}
 COMPILED = QUERIES | {name: as_tuple(name) for name in STRATEGIES if name != "sequential"}
 WITH_PRODUCT = QUERIES | {"product": as_tuple("product")}
+# products of matrices, and the shapes of their operands
+OF_MATRICES = {
+    "matmul": (logchain.matmul, [(3, 1, 4, 5), (2, 5, 6)]),
+    "matrix_product": (logchain.matrix_product, [(2, 5, 3, 3)]),
+    "prefix_products": (logchain.prefix_products, [(2, 5, 3, 3)]),
+}
+
+
+def problem(query, dtype=F64, each=False):
+    """A function that returns a tuple, and its operands."""
+    if query in WITH_PRODUCT:
+        return WITH_PRODUCT[query], FAMILIES["dense"](dtype, v=4, c=3, each=each)[:3]
+    function, shapes = OF_MATRICES[query]
+    return lambda *operands: (function(*operands),), [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 def chains(dtype=F64):
@@ -102,23 +116,6 @@ def test_a_compiled_length_out_of_range_is_still_an_error():
         compiled(*chain[:3], lengths=torch.tensor([4, 0, 9]))
 
 
-def test_matmul_compiles_into_one_graph():
-    torch._dynamo.reset()
-    a, b = torch.randn(3, 1, 4, 5, dtype=F64), torch.randn(2, 5, 6, dtype=F64)
-
-    def function(a, b):
-        return logchain.matmul(a * 2, b) + 1
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found, expected = [], []
-    for kept, call in ((found, compiled), (expected, function)):
-        operands = [a.clone().requires_grad_(), b.clone().requires_grad_()]
-        out = call(*operands)
-        kept += [out, *torch.autograd.grad(out.sin().sum(), operands)]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 def total(found):
     return sum((t * (1 + i)).cos().sum() for i, t in enumerate(floating(dict(enumerate(found)))))
 
@@ -128,9 +125,19 @@ COMPILED_CHAINS = list(zip(COMPILED, itertools.cycle(["lengths", "each", "recomp
 COMPILED_CHAINS += [("product", name) for name in IDS]
 
 
+def assert_compiled_alike(function, operands, dynamic=False, **tolerance):
+    """One graph has the results and the gradients of a function that returns a tuple."""
+    torch._dynamo.reset()
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")):
+        varied = leaves(operands)
+        found = call(*varied)
+        results.append((*found, *torch.autograd.grad(total(found), varied)))
+    torch.testing.assert_close(*results, **tolerance)
+
+
 @pytest.mark.parametrize(("query", "name"), COMPILED_CHAINS)
 def test_every_query_compiles_into_one_graph(query, name):
-    torch._dynamo.reset()
     _, chain, lengths = CHAINS[IDS.index(name)]
 
     def function(x, bulk, p0):
@@ -138,14 +145,13 @@ def test_every_query_compiles_into_one_graph(query, name):
         return tuple(t * 2 for t in found.values())
 
     dynamic = query == "product" and name in ("each", "lengths")
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    results = []
-    for call in (function, compiled):
-        operands = leaves(chain)
-        found = call(*operands)
-        results.append((*found, *torch.autograd.grad(total(found), operands)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if query == "product" else {}))
+    assert_compiled_alike(function, chain, dynamic, **({"rtol": 0, "atol": 0} if query == "product" else {}))
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_products_of_matrices_compile_into_one_graph(name):
+    function, operands = problem(name)
+    assert_compiled_alike(lambda *o: (function(*(2 * one for one in o))[0] + 1,), operands, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("query", "name"), [*((query, "shared") for query in QUERIES), *(("product", n) for n in IDS)])
@@ -164,27 +170,36 @@ def test_every_query_is_exported(query, name):
 
 IN_DIMS = [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (-3, 2, 1)]
 MAPPED = [(query, IN_DIMS[(i + j) % 5]) for i, query in enumerate(WITH_PRODUCT) for j in (0, 2)]
+MAPPED += [("matmul", in_dims) for in_dims in ((0, 0), (0, None), (None, 0), (1, 2))]
+MAPPED += [(name, (dim,)) for name in ("matrix_product", "prefix_products") for dim in (0, 1)]
+
+
+def slope(function):
+    """The gradients of a sum."""
+    return lambda *o: torch.func.grad(lambda *o: total(tree_leaves(function(*o))), argnums=tuple(range(len(o))))(*o)
+
+
+def slope_by_autograd(function):
+    def gradients(*operands):
+        varied = leaves(operands)
+        return torch.autograd.grad(total(function(*varied)), varied)
+
+    return gradients
 
 
 @pytest.mark.parametrize(("query", "in_dims"), MAPPED, ids=str)
 def test_vmap_of_every_query_is_a_loop(query, in_dims):
-    chain = FAMILIES["dense"](F64, v=4, c=3, each=in_dims[1] == 0)
+    function, operands = problem(query, each=in_dims[1:2] == (0,))
     scale = torch.linspace(0.5, 2.0, 5, dtype=F64)
     stacked = [
         operand if dim is None else (operand[None] * scale.view(-1, *(1,) * operand.dim())).movedim(0, dim)
-        for operand, dim in zip(chain[:3], in_dims, strict=True)
+        for operand, dim in zip(operands, in_dims, strict=True)
     ]
-
-    def gradients(*operands):
-        return torch.func.grad(lambda *o: total(WITH_PRODUCT[query](*o)), argnums=(0, 1, 2))(*operands)
-
-    for function in (WITH_PRODUCT[query], gradients):
-        found = torch.vmap(function, in_dims=in_dims)(*stacked)
-        rows = [
-            function(*(t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)))
-            for i in range(5)
-        ]
-        for one, many in zip(zip(*rows, strict=True), found, strict=True):
+    rows = [[t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)] for i in range(5)]
+    for mapped, alone in ((function, function), (slope(function), slope_by_autograd(function))):
+        found = torch.vmap(mapped, in_dims=in_dims)(*stacked)
+        expected = zip(*(alone(*row) for row in rows), strict=True)
+        for one, many in zip(expected, found, strict=True):
             torch.testing.assert_close(many, torch.stack(one))
 
 
@@ -211,11 +226,6 @@ def test_hessians(family, lengths):
 def along(function):
     """The derivative along fixed tangents, in forward mode."""
     return lambda *o: torch.func.jvp(function, o, tuple(operand.detach().cos() for operand in o))[1]
-
-
-def slope(function):
-    """The gradients of a sum."""
-    return lambda *o: torch.func.grad(lambda *o: total(tree_leaves(function(*o))), argnums=(0, 1, 2))(*o)
 
 
 NESTED = {
@@ -349,10 +359,6 @@ def first(*operands):
 ALL_OPERANDS = {"argnums": (0, 1, 2)}
 
 
-def gradients_of(query):
-    return torch.func.grad(lambda *o: total(QUERIES[query](*o)), **ALL_OPERANDS)
-
-
 TRANSFORMED = {
     "grad of grad": lambda *o: torch.func.grad(lambda *o: torch.func.grad(first)(*o).sin().sum(), **ALL_OPERANDS)(*o),
     "jvp": lambda *o: torch.func.jvp(logchain.product, o, tuple(operand.sin() for operand in o)),
@@ -360,7 +366,7 @@ TRANSFORMED = {
     "vmap": lambda *o: torch.vmap(logchain.product, in_dims=(0, None, None))(*o),
     "vmap of grad": lambda *o: torch.vmap(torch.func.grad(first, **ALL_OPERANDS), in_dims=(0, None, None))(*o),
     "grad of vmap": lambda *o: torch.func.grad(lambda x: TRANSFORMED["vmap"](x, *o[1:]).cos().sum())(o[0]),
-    **{f"grad of {query}": gradients_of(query) for query in ("counts", "messages", "viterbi")},
+    **{f"grad of {query}": slope(QUERIES[query]) for query in ("counts", "messages", "viterbi")},
 }
 
 
@@ -399,40 +405,13 @@ def test_vmap_over_lengths():
             assert torch.equal(one[i], other)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)], ids=str)
-def test_vmap_of_matmul(in_dims):
-    shapes = [(4, 5), (5, 6)]
-    operands = []
-    for shape, dim in zip(shapes, in_dims, strict=True):
-        size = shape if dim is None else (*shape[:dim], 3, *shape[dim:])
-        operands.append(torch.randn(size, dtype=F64))
-
-    def gradients(a, b):
-        return torch.func.grad(lambda a, b: logchain.matmul(a, b).sin().sum(), argnums=(0, 1))(a, b)
-
-    def row(function, i):
-        return function(*(t if dim is None else t.select(dim, i) for t, dim in zip(operands, in_dims, strict=True)))
-
-    found = torch.vmap(logchain.matmul, in_dims=in_dims)(*operands)
-    torch.testing.assert_close(found, torch.stack([row(logchain.matmul, i) for i in range(3)]))
-    for i, found in enumerate(torch.vmap(gradients, in_dims=in_dims)(*operands)):
-        torch.testing.assert_close(found, torch.stack([row(gradients, j)[i] for j in range(3)]))
-
-
-@pytest.mark.parametrize("query", WITH_PRODUCT)
+@pytest.mark.parametrize("query", [*WITH_PRODUCT, *OF_MATRICES])
 def test_autocast_changes_nothing(query):
-    chain, results = FAMILIES["dense"](F32), []
+    (function, operands), results = problem(query, F32), []
     for enabled in (False, True):
-        operands = leaves(chain)
+        varied = leaves(operands)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            found = WITH_PRODUCT[query](*operands)
+            found = function(*varied)
         assert all(t.dtype in (F32, torch.int64) for t in found)
-        results.append([*found, *torch.autograd.grad(total(found), operands)])
+        results.append([*found, *torch.autograd.grad(total(found), varied)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def test_autocast_changes_no_matmul():
-    a = torch.randn(4, 5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = logchain.matmul(a, a.T)
-    assert torch.equal(found, logchain.matmul(a, a.T))

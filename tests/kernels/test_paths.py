@@ -20,7 +20,7 @@ from tests.families import FAMILIES
 from tests.seeded import seeded
 
 F32, F64 = torch.float32, torch.float64
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
 QUERIES = pytest.mark.parametrize("query", ["viterbi", "topk_paths", "sample"])
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "cpu"])
 
@@ -34,24 +34,6 @@ def paths(backend, query, chain, count=3, lengths=None):
         if query == "topk_paths":
             return logchain.topk_paths(*chain[:3], count, **options).states
         return logchain.sample(*chain[:3], count, generator=seeded(), **options)
-
-
-@QUERIES
-@pytest.mark.parametrize("c", [1, 3, 8, 17, 64])
-def test_backends_agree_exactly(c, query):
-    lengths = [12, 1, 7, 2, 12, 3]
-    for seed, (dtype, each, log, ends) in enumerate(
-        [(F64, True, False, None), (F64, False, True, lengths), (F32, False, False, lengths), (F32, True, True, None)]
-    ):
-        if query == "sample" and dtype == F32:  # sums are rounded in another order
-            continue
-        chain = FAMILIES["dense"](dtype, seed, each=each, c=c, v=12, n=6, t=1)
-        chain = chain._replace(bulk=chain.bulk[..., :1, :, :]) if c % 2 else chain
-        chain.x[3, 0, 1, c // 2] = (NAN, INF, -INF, NAN)[seed]
-        chain = chain.logs() if log else chain
-        for count in {"viterbi": [1], "topk_paths": [1, 3 if c > 8 else 40], "sample": [1, 40]}[query]:
-            one, other = (paths(backend, query, chain, count, ends) for backend in ("cpu", "plain"))
-            assert torch.equal(one, other)
 
 
 @QUERIES
@@ -78,8 +60,8 @@ def test_threads_groups_and_blocks_change_nothing(query, each, monkeypatch):
 
 @QUERIES
 def test_levels_agree(query, level):
-    for c in (3, 17):
-        chain = FAMILIES["dense"](F64, c=c, each=True)
+    for c in (1, 3, 8, 17, 64):
+        chain = FAMILIES["dense"](F64, c=c, each=c < 64)
         assert torch.equal(paths("cpu", query, chain), paths("plain", query, chain))
 
 

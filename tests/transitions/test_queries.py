@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain import reference, semirings, transitions
+from logchain import semirings, transitions
 from tests.subjects import OTHERS, SUBJECTS, floating
 from tests.transitions.structures import MAKE, C, numbers
 
-F32, F64 = torch.float32, torch.float64
+F64 = torch.float64
 V, BATCH = 6, (2, 3)
 KINDS = pytest.mark.parametrize("kind", MAKE)
 LENGTHS = torch.tensor([[6, 3, 1], [2, 6, 5]])
@@ -22,11 +22,11 @@ SOFT = semirings.Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4 *
 class Problem:
     """Operands x [*B, v, c] with an impossible state, a structure and p0, and the same with the dense matrices."""
 
-    def __init__(self, kind, lead=(), *, log=False, dtype=F64, spread=1.0, batch=BATCH, v=V, lengths=None):
-        rand = numbers(3, dtype)
+    def __init__(self, kind, lead=(), *, log=False, batch=BATCH, v=V, lengths=None):
+        rand = numbers(3)
         structure, self.p0 = MAKE[kind](rand, *lead), rand(C)
         generator = torch.Generator().manual_seed(4)
-        self.x = (torch.randn(*batch, v, C, generator=generator, dtype=F64) * spread).to(dtype)
+        self.x = torch.randn(*batch, v, C, generator=generator, dtype=F64)
         if batch == BATCH:
             self.x[0, 0, 2, 5] = -torch.inf
         if lengths is not None:  # padding has no influence
@@ -202,21 +202,6 @@ def test_draws_of_packed_sequences_are_possible(kind):
     weights = logchain.log_prob(x, structure, p0, paths, **options)
     assert_close(weights, logchain.log_prob(x, structure.to_dense()[None], p0, paths, **options))
     assert (weights.isfinite() == log_norm.isfinite()).all() and log_norm.isfinite().any()
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_potentials_of_thousands_of_nats_keep_the_bound(kind, dtype):
-    problem = Problem(kind, dtype=dtype, spread=3000.0)
-    value = logchain.product(problem.x, problem.structure, problem.p0)
-    operands = [leaf.detach().double() for leaf in problem.leaves]
-    exact = reference.marginals(operands[0], problem.structure.with_parameters(*operands[2:]), operands[1])
-    unit = torch.finfo(dtype).eps / 2
-    spread = float(problem.x.detach().masked_fill(problem.x == -torch.inf, 0).abs().amax()) * 2
-    bound = V * (C + 8 + 2 * spread) * unit
-    assert_close(value.double(), torch.from_numpy(exact.log_norm), rtol=unit * 2, atol=bound)
-    (states,) = torch.autograd.grad(value.sum(), problem.x)
-    assert_close(states.double(), torch.from_numpy(exact.states), rtol=2 * bound, atol=C * 2**-26)
 
 
 @KINDS

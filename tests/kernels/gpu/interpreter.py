@@ -1,7 +1,6 @@
 """Triton's interpreter made strict and faster: assertions fire, and it rounds and truncates as devices do."""
 
 import functools
-import math
 import types
 
 import numpy as np
@@ -19,7 +18,6 @@ def install() -> None:
     # interpreted sizes are too small to overflow, and looking for that took a fifth of the time
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     InterpreterBuilder.create_dot, InterpreterBuilder.create_fma, InterpreterBuilder.cast_impl = _dot, _fma, _cast
-    _share_types()
     _patch_once()
 
 
@@ -59,29 +57,6 @@ def _cast(self, src, dst_type):
         value = (np.asarray(src.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
         return TensorHandle(value.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
     return _CAST(self, src, dst_type)
-
-
-def _share_types() -> None:
-    """Make the type of equal blocks once, with its shape as kernels see it, instead of for every value."""
-    make, known = tl.block_type.__init__, {}
-
-    def block_type(cls, element, shape):
-        key = element.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-        if key not in known:
-            known[key] = object.__new__(cls)
-            make(known[key], element, shape)
-        return known[key]
-
-    @functools.cache
-    def seen(*sizes):
-        return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
-
-    def tensor(self, handle, kind):
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = seen(*(kind.shape if kind.is_block() else ()))
-
-    tl.block_type.__new__, tl.block_type.__init__ = block_type, lambda self, element, shape: None
-    tl.tensor.__init__ = tensor
 
 
 def _patch_once() -> None:
