@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import on_gpu
+from .. import kernels
 
 # multiply-adds for which a CPU wakes another thread, and states of a message that its loops keep in registers
 WORTH_A_THREAD, FEW_STATES = 2**20, 16
@@ -174,7 +174,7 @@ class Chain:
         ends = None if lengths is None else layout.grouped(lengths)[..., None]
         if starts is None and not stretch and (lengths is not None or len(steps) == 1):
             v = len(steps)
-            if lengths is not None and not on_gpu(p0):
+            if lengths is not None and not kernels.on_gpu(p0):
                 end = longest(lengths, v)
                 v = v if whole else end
             steps, matrices = steps[:v], matrices[: v - 1]
@@ -270,5 +270,7 @@ def longest(lengths: Tensor, v: int, least: int = 1) -> int:
 
 def _moved(tensor: Tensor, order: Sequence[int], first: int = 0) -> Tensor:
     """A view whose axes from `first` on lie in another order."""
+    if tuple(order) == tuple(range(len(order))):
+        return tensor
     last = range(first + len(order), tensor.dim())
     return tensor.permute((*range(first), *(first + axis for axis in order), *last))
