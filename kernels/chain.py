@@ -68,11 +68,15 @@ class Layout(NamedTuple):
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """A tensor [*B or ones, *rest] as (g, m, *rest)."""
+        if self.packed:
+            return tensor[:, None] if self.own else tensor[None]
         rest = tensor.shape[len(self.batch) :]
         return _moved(tensor.expand((*self.batch, *rest)), self.order).reshape(*self.grid, *rest)
 
     def batched(self, tensor: Tensor) -> Tensor:
         """A tensor (g, m, *rest) as [*B, *rest], a view where it can be one."""
+        if self.packed:
+            return tensor.flatten(0, 1)
         lead = tuple(self.batch[axis] for axis in self.order)
         return _moved(tensor.reshape(lead + tensor.shape[2:]), self.back)
 
