@@ -3,10 +3,10 @@
 A module is imported when one of its functions is first called.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .choice import check_forward_choice as check_forward_choice
 from .choice import load as load
 from .choice import on_cpu as on_cpu
 from .choice import use as use
+from .message import Kept, Message
 from .structured import Arcs, Factors
 
 # modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
@@ -72,16 +73,16 @@ def module(name: str, tensor: Tensor) -> Any:
     return load(f"plain.{name}")
 
 
-class ChainKernels(NamedTuple):
-    """`forward` and `backward` of a chain for one kind of device, see `kernels.plain`."""
+def forward(chain: Any, entering: Message | None = None, **options: Any) -> tuple[Kept, Any]:
+    """The log-partitions and kept messages, and the last forward message; see `kernels.plain.forward`."""
+    results: tuple[Kept, Any] = module("forward", chain.x).forward(chain, entering, **options)
+    return results
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
 
-
-def chain_kernels(tensor: Tensor) -> ChainKernels:
-    """`forward` and `backward` of a chain for a tensor's device."""
-    return ChainKernels(module("forward", tensor).forward, module("backward", tensor).backward)
+def backward(chain: Any, kept: Kept, *gradients: Tensor | None) -> Tensor:
+    """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
+    start: Tensor = module("backward", chain.x).backward(chain, kept, *gradients)
+    return start
 
 
 def messages_of(chain: Any, steps: int) -> Tensor:

@@ -1,18 +1,128 @@
 """A batch of chains in the layout of the recursions: steps first, then batch axes, then states.
 
 Sequences that share their transition matrices are a set. The batch is g sets of m sequences each, so that one step of a
-recursion is one batched product [g, m, c] x [g, c, c] for c states. All tensors are views of what the caller passed.
+recursion is one batched product [g, m, c] x [g, c, c] for c states. Batch axes along which some parameter has its own
+values come first, then the others. All tensors are views of what the caller passed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import kernels
+
 # multiply-adds for which a CPU wakes another thread, and states of a message that its loops keep in registers
 WORTH_A_THREAD, FEW_STATES = 2**20, 16
+
+
+class Layout(NamedTuple):
+    """The batch axes in the order of sets and members.
+
+    Attributes:
+        batch: the sizes of the batch axes.
+        own: the axes of the batch that tell sets apart.
+        packed: whether the sequences are packed, of one batch axis: x and matrices are rows, which lie in place.
+    """
+
+    batch: tuple[int, ...]
+    own: tuple[int, ...]
+    packed: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, bulk: Tensor, starts: Tensor | None = None) -> "Layout":
+        """The layout of x [*B, v, c] and bulk [*B or ones, s, c, c], of which leading axes may be missing.
+
+        `starts`: see `Chain`.
+        """
+        if starts is not None:
+            return cls((len(starts),), (0,) if len(bulk) > 1 else (), packed=True)
+        return cls.of_parameters(x.shape[:-2], [bulk[(None,) * (x.dim() + 1 - bulk.dim())]])
+
+    @classmethod
+    def of_parameters(cls, batch: Sequence[int], parameters: Sequence[Tensor]) -> "Layout":
+        """The layout of a batch *B, of parameters [*B or ones, ...]."""
+        axes = range(len(batch))
+        return cls(tuple(batch), tuple(axis for axis in axes if any(one.shape[axis] != 1 for one in parameters)))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The batch axes, those that tell sets apart first."""
+        return (*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own))
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The place of each batch axis in `order`."""
+        order = self.order
+        return tuple(order.index(axis) for axis in range(len(order)))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number g of sets, and the number m of members of each."""
+        g = math.prod(self.batch[axis] for axis in self.own)
+        return g, math.prod(self.batch[axis] for axis in self.order[len(self.own) :])
+
+    def grouped(self, tensor: Tensor) -> Tensor:
+        """A tensor [*B or ones, *rest] as (g, m, *rest)."""
+        if self.packed:
+            return tensor[:, None] if self.own else tensor[None]
+        rest = tensor.shape[len(self.batch) :]
+        return _moved(tensor.expand((*self.batch, *rest)), self.order).reshape(*self.grid, *rest)
+
+    def batched(self, tensor: Tensor) -> Tensor:
+        """A tensor (g, m, *rest) as [*B, *rest], a view where it can be one."""
+        if self.packed:
+            return tensor.flatten(0, 1)
+        lead = tuple(self.batch[axis] for axis in self.order)
+        return _moved(tensor.reshape(lead + tensor.shape[2:]), self.back)
+
+    def steps_first(self, x: Tensor) -> Tensor:
+        """A view of x [*B, v, c] as (v, *lead, c); a chain without batch axes gets one."""
+        if self.packed:
+            return x
+        last = len(self.batch)
+        return x.permute(last, *self.order, last + 1) if self.batch else x.unsqueeze(1)
+
+    def weights(self, p0: Tensor) -> Tensor:
+        """A view of p0 [*B or ones, c], of which axes may be missing, as (*lead or ones, c)."""
+        if not self.batch:
+            return p0.unsqueeze(0)
+        return _moved(p0[(None,) * (len(self.batch) + 1 - p0.dim())], self.order)
+
+    def states(self, values: Tensor) -> Tensor:
+        """A view of values (..., *lead, c) of states as [..., *B, c]."""
+        return _moved(values, self.back, values.dim() - 1 - len(self.batch)) if self.batch else values.squeeze(-2)
+
+    def matrices(self, bulk: Tensor) -> Tensor:
+        """A view of bulk [*B or ones, s, c, c], of which axes may be missing, as (s, *own, c, c)."""
+        if self.packed:
+            return bulk
+        lead = bulk.dim() - 3
+        own = [axis - (len(self.batch) - lead) for axis in self.own]
+        shared = tuple(axis for axis in range(lead) if axis not in own)
+        bulk = bulk.squeeze(shared) if shared else bulk
+        return bulk.movedim(len(own), 0) if own else bulk
+
+    @property
+    def _sets(self) -> "Layout":
+        """The layout of sets alone, of one member each."""
+        return Layout(tuple(size if axis in self.own else 1 for axis, size in enumerate(self.batch)), self.own)
+
+    def parameter(self, tensor: Tensor) -> Tensor:
+        """A parameter [*B or ones, s, *own] as (s, g or 1, *own), a view where all or no sets have their own."""
+        if all(size == 1 for size in tensor.shape[: len(self.batch)]):
+            return tensor.reshape(tensor.shape[len(self.batch) :]).unsqueeze(1)
+        return self._sets.grouped(tensor)[:, 0].transpose(0, 1)
+
+    def as_parameter(self, counts: Tensor, shape: Sequence[int]) -> Tensor:
+        """Sums (s, g or 1, *own) over sets in the shape [*B or ones, s, *own] of a parameter, contiguous."""
+        if counts.shape[1] == 1:
+            return counts.reshape(shape)
+        return self._sets.batched(counts.transpose(0, 1)[:, None]).sum_to_size(shape).contiguous()
 
 
 @dataclass(frozen=True)
@@ -30,6 +140,7 @@ class Chain:
         by_log: whether gradients are with respect to the logarithms of `bulk` and `p0` even if these are linear.
         starts: on a CPU, the first row (n) of each of n packed sequences. Then x, its gradient and the messages are
             (rows, c), and `bulk` is (rows, c, c), where each matrix leads into its row, or (1, c, c).
+        layout: how the batch axes of the operands lie in `lead`; of no use in a chain that is not made by `of`.
     """
 
     x: Tensor
@@ -40,6 +151,39 @@ class Chain:
     dtype: torch.dtype
     by_log: bool = False
     starts: Tensor | None = None
+    layout: Layout = Layout((), ())
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        bulk: Tensor,
+        p0: Tensor,
+        lengths: Tensor | None,
+        log_params: bool,
+        starts: Tensor | None = None,
+        *,
+        by_log: bool = False,
+        whole: bool = False,
+        stretch: bool = False,
+    ) -> "Chain":
+        """The chain of x [*B, v, c], bulk [*B or ones, s, c, c], p0 [*B or ones, c] and lengths int64 [*B].
+
+        Leading axes of bulk and p0 may be missing. With `starts` they are rows [total, c] and [1 or total, c, c].
+        A `stretch` of longer chains has all steps and matrices. Otherwise a length that is not from 1 to v raises
+        ValueError, and the chain is cut at the longest unless `whole`; but lengths are not read on a GPU.
+        """
+        layout = Layout.of(x, bulk, starts)
+        steps, matrices = layout.steps_first(x), layout.matrices(bulk)
+        ends = None if lengths is None else layout.grouped(lengths)[..., None]
+        if starts is None and not stretch and (lengths is not None or len(steps) == 1):
+            v = len(steps)
+            if lengths is not None and not kernels.on_gpu(p0):
+                end = longest(lengths, v)
+                v = v if whole else end
+            steps, matrices = steps[:v], matrices[: v - 1]
+        dtype = arithmetic_dtype(x, bulk, p0)
+        return cls(steps, matrices, layout.weights(p0), ends, log_params, dtype, by_log, starts, layout)
 
     @property
     def v(self) -> int:
@@ -110,3 +254,27 @@ def is_view(values: Tensor, rest: int) -> bool:
     axes = list(zip(values.shape, values.stride(), strict=True))[:-rest]
     axes = [(size, stride) for size, stride in axes if size != 1]
     return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))
+
+
+def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
+    """float64 if an operand is, otherwise float32."""
+    return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
+
+
+def longest(lengths: Tensor, v: int, least: int = 1) -> int:
+    """The largest of lengths, or v if there are none; raises for one that is not from 1, or `least`, to v."""
+    if not lengths.numel():
+        return v
+    low, high = (int(bound) for bound in torch.aminmax(lengths))
+    if low < least or high > v:
+        expected = f"values from {least} to {'v' if least else 'k'} = {v}"
+        raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
+    return high
+
+
+def _moved(tensor: Tensor, order: Sequence[int], first: int = 0) -> Tensor:
+    """A view whose axes from `first` on lie in another order."""
+    if tuple(order) == tuple(range(len(order))):
+        return tensor
+    last = range(first + len(order), tensor.dim())
+    return tensor.permute((*range(first), *(first + axis for axis in order), *last))

@@ -21,10 +21,9 @@ from .autograd.scan import Steps
 from .internals import is_exported, is_transformed
 from .kernels import arithmetic_on, exact_kernels
 from .kernels.chain import Chain
-from .kernels.layout import Layout
 from .kernels.numbers import log_weights
 from .kernels.structured import Factors, Structured
-from .tensors import arithmetic_dtype, is_plain
+from .tensors import is_plain
 from .transitions import Transition
 from .transitions.dense import Dense
 
@@ -87,6 +86,11 @@ class Operands(NamedTuple):
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
+    def dense_chain(self, *, by_log: bool = False, whole: bool = False) -> Chain:
+        """The operands with dense matrices as kernels take them; see `kernels.chain.Chain.of`."""
+        starts = self.packed.starts if self.packed else None
+        return Chain.of(*self.dense, starts, by_log=by_log, whole=whole)
+
     def with_checked_lengths(self) -> "Operands":
         """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
         if self.lengths is None:
@@ -134,67 +138,6 @@ class Operands(NamedTuple):
             return None
         with arithmetic_on(self.x):
             return getattr(module, function)(self.chain(), *arguments)
-
-
-class PackedLayout(NamedTuple):
-    """The layout of packed sequences in g sets of m: the part of a `Layout` that rows take, which lie in place."""
-
-    g: int
-    m: int
-
-    def grouped(self, tensor: Tensor) -> Tensor:
-        """A tensor [n] as (g, m)."""
-        return tensor.reshape(self.g, self.m)
-
-    def batched(self, tensor: Tensor) -> Tensor:
-        """A tensor (g, m) as [n]."""
-        return tensor.reshape(-1)
-
-    def steps_first(self, x: Tensor) -> Tensor:
-        """Rows as they are."""
-        return x
-
-    def matrices(self, bulk: Tensor) -> Tensor:
-        """Matrices as they are."""
-        return bulk
-
-    def states(self, values: Tensor) -> Tensor:
-        """Values (n, c) of states as they are."""
-        return values
-
-
-def chain_of(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    log_params: bool,
-    packed: Any = None,
-    *,
-    by_log: bool = False,
-    whole: bool = False,
-) -> tuple[Any, Chain]:
-    """The layout and the chain, cut at the longest length unless `whole` or on a GPU, where lengths are not read.
-
-    `packed`: the sequences are those rows of x [total, c] that it says, with matrices [total or 1, c, c].
-    """
-    dtype = arithmetic_dtype(x, bulk, p0)
-    if packed is not None:
-        ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
-        p0 = p0 if p0.dim() > 1 else p0[None]
-        chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
-        return PackedLayout(chain.g, chain.m), chain
-    layout = Layout.of(x, bulk)
-    ends, v = None, x.shape[-2]
-    if lengths is not None:
-        ends = layout.grouped(lengths)[..., None]
-        if not kernels.on_gpu(p0):
-            check_lengths(lengths, v)
-            v = v if whole else int(lengths.max())
-    steps, matrices = layout.steps_first(x), layout.matrices(bulk)
-    if lengths is not None or v == 1:
-        steps, matrices = steps[:v], matrices[: v - 1]
-    return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, dtype, by_log)
 
 
 def check_operands(

@@ -19,11 +19,6 @@ def with_steps(bulk: _Bulk) -> _Bulk:
     return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
 
 
-def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
-    """float64 if an operand is, otherwise float32."""
-    return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
-
-
 def empty_gradients(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialized tensors for the gradients of operands, empty for those that are not needed."""
     x, bulk, p0 = (

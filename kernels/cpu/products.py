@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..chain import Layout
 from ..numbers import exact_sum
 from ..structured import Gradients, Structured, Walk, places
 from . import team

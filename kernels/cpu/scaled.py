@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..chain import Layout
 from ..structured import Structured
 
 # as in c/scale.h: the largest message, the least emission, and how far below a sum its raised terms have to be, in bits

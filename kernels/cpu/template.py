@@ -103,12 +103,10 @@ class Template:
         return in_large_pages(torch.empty(shape, dtype=self.dtype, device="cpu"))
 
 
-def short_of(
-    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, wanted: Callable[..., bool], chain_of: Any
-) -> "Short | None":
+def short_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, wanted: Callable[..., bool]) -> "Short | None":
     """The `Short` of operands; None for chains of several threads, or if `wanted` returns False.
 
-    `wanted` checks the operands, once for all of the same shapes and strides; `chain_of` gives their layout and chain.
+    `wanted` checks the operands, once for all of the same shapes and strides.
     """
     if x.is_neg() or bulk.is_neg() or p0.is_neg():  # the library does not see torch's negative bit
         return None
@@ -118,10 +116,10 @@ def short_of(
     def make() -> Short | None:
         if not wanted(x, bulk, p0, log_params) or not x.numel():
             return None
-        layout, chain = chain_of(x, bulk, p0, None, log_params)
-        meta = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
-        dense = chain_of(*meta, None, log_params)[1]
-        in_order = layout.own == tuple(range(len(layout.own)))
+        chain = Chain.of(x, bulk, p0, None, log_params)
+        a, b, c = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
+        dense = Chain.of(a, b, c, None, log_params)
+        in_order = chain.layout.own == tuple(range(len(chain.layout.own)))
         plain = all(operand.dtype == chain.dtype for operand in (x, bulk, p0)) and x.stride(-1) == 1
         short = Short(places[3:], chain, dense) if in_order and plain and chain.v > 1 else None
         return short if short and short.on_one_thread else None
@@ -145,10 +143,6 @@ class Short(Template):
         self.arguments.grad_p0_real = self._gradients_call.arguments.p0
         self._has_negative = None if chain.log_params else function("has_negative", chain.dtype)
 
-    def fits(self, x: Tensor, bulk: Tensor, p0: Tensor) -> bool:
-        """Whether operands have the strides that the arguments were prepared for."""
-        return self._strides == (x.stride(), bulk.stride(), p0.stride())
-
     def residuals(self, x: Tensor, keep: bool) -> Residuals:
         """Memory for what `gradients` needs: a log-partition [*B] in float64, messages if `keep`, and flags (g, m)."""
         log_norm = torch.empty(x.shape[:-2], dtype=torch.float64, device="cpu")
@@ -158,12 +152,6 @@ class Short(Template):
     def joint_residuals(self) -> Tensor:
         """The same memory as one tensor, which is faster to save."""
         return in_large_pages(torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu"))
-
-    def parts(self, joint: Tensor, x: Tensor) -> Residuals:
-        """Views of the residuals in one tensor."""
-        messages, log_norm, lossy = joint.split(self._sizes)
-        messages = messages.view(self.dtype)[: torch.Size(self._shape).numel()].view(self._shape)
-        return log_norm.view(torch.float64).view(x.shape[:-2]), messages, lossy.view(torch.bool).view(self._shape[1:3])
 
     def value(
         self, x: Tensor, bulk: Tensor, p0: Tensor, residuals: Residuals | Tensor | None = None, *, check: bool = True
@@ -180,7 +168,12 @@ class Short(Template):
         self, x: Tensor, bulk: Tensor, p0: Tensor, residuals: Residuals | Tensor, weight: Tensor,
         needs: tuple[bool, ...], *, by_log: bool = False,
     ) -> list[Tensor | None]:  # fmt: skip
-        """The gradients of x, bulk and p0 that are needed."""
+        """The gradients of x, bulk and p0 that are needed; operands may have other strides than those of `value`."""
+        if self._strides != (x.stride(), bulk.stride(), p0.stride()):  # by hooks of saved tensors
+            x, bulk, p0 = (operand.contiguous() for operand in (x, bulk, p0))
+            dense = self._gradients_call.chain
+            short = Short((x.stride(), bulk.stride(), p0.stride()), dense, dense)
+            return short.gradients(x, bulk, p0, residuals, weight, needs, by_log=by_log)
         a, weight = self.of(x, bulk, p0), weight.double().resolve_neg().contiguous()
         a.weight, a.by_log = weight.data_ptr(), by_log
         self._point(a, residuals)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import chain_kernels, in_c, in_triton, messages_of, on_gpu
+from .. import backward, forward, in_c, in_triton, messages_of, on_gpu
 from ..chain import Chain
 from ..choice import load
 
@@ -52,7 +52,7 @@ def _finished(chains: Sequence[Chain], log_norm: Tensor, mean: Tensor, recompute
     """The values from log-partitions and mean log-weights, and which sequences underflow."""
     value = log_norm - mean
     for q in chains[1:]:
-        second = chain_kernels(q.x).forward(q)[0]
+        second = forward(q)[0]
         infinite, recomputed = _misses(chains[0], q) | (second.log_norm == -math.inf), recomputed | second.recomputed
         value = (second.log_norm - value).masked_fill(infinite, math.inf)
         value = value.masked_fill(second.log_norm.isnan(), math.nan)
@@ -99,7 +99,6 @@ def _by_counts(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     if len(chains) == 1 and len(p.bulk) == 1:
         p = replace(p, bulk=p.bulk.expand(p.v - 1, *p.bulk.shape[1:]))
     v, g, c = p.v, p.g, p.c
-    forward, backward = chain_kernels(p.x)
     states, counts = messages_of(p, v), p.bulk.new_empty(p.bulk.shape, dtype=p.dtype)
     kept = forward(p, keep=messages_of(p, v))[0]
     backward(replace(p, by_log=True), kept, torch.ones_like(kept.log_norm), None, states, counts)

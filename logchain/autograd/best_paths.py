@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
-from ..operands import Operands, chain_of, check_products
+from ..operands import Operands, check_products
 from ..transitions import Transition
 from .operator import operator
 from .paths import weight_of
@@ -39,9 +39,9 @@ def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]
     detached = operands.detached()
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
-            layout, chain = chain_of(*detached.dense, operands.packed)
+            chain = detached.dense_chain()
             states, unknown = _computed(chain, len(chain.x), k)
-            return states, layout.batched(unknown)
+            return states, chain.layout.batched(unknown)
     states, unknown = _best_paths(*detached.dense, k)
     return states, unknown
 
@@ -99,12 +99,12 @@ def _forward(
     if x.numel() == 0:
         return _shapes(x, bulk, p0, lengths, log_params, k)
     v = x.shape[-2]
-    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    chain = Chain.of(x, bulk, p0, lengths, log_params)
     states, unknown = _computed(chain, v, k)
-    states = layout.states(states.reshape(*chain.lead, (k or 1) * v))
+    states = chain.layout.states(states.reshape(*chain.lead, (k or 1) * v))
     if k is not None:
         states = states.unflatten(-1, (k, v))
-    return states.contiguous(), layout.batched(unknown).contiguous()
+    return states.contiguous(), chain.layout.batched(unknown).contiguous()
 
 
 def _computed(chain: Chain, steps: int, k: int | None) -> Any:

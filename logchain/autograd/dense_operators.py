@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_chain
-from ..kernels.layout import Layout
+from ..kernels.chain import Layout, arithmetic_dtype
 from ..kernels.message import Kept
-from ..operands import Operands, chain_of
+from ..operands import Operands
 from ..rescues import report_chains
 from ..schedules import segments as by_segments
 from ..schedules.choose import SEQUENTIAL, Schedule
-from ..tensors import arithmetic_dtype, empty_gradients, is_plain
+from ..tensors import empty_gradients, is_plain
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, operator
 from .scan import Steps, second_derivatives, total
@@ -70,7 +70,7 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
     """The log-partition of operands with dense matrices, and if `keep` what the gradient needs."""
     x, (segments, warm_up) = operands.x, schedule
     in_segments = _is_cut(x, segments)
-    layout, chain = chain_of(*operands.dense, operands.packed, whole=in_segments)
+    chain = operands.dense_chain(whole=in_segments)
     if in_segments:
         saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
     else:
@@ -79,11 +79,11 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
         if memory is not None and chain.v < steps:
             memory[chain.v :] = 0.0
         options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
-        kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
+        kept, _ = kernels.forward(chain, None, keep=memory, **options)
         report_chains(kept.recomputed)
         extra = kept.messages.new_empty(0) if kept.bound is None else kept.bound[None] if kept.halved else kept.bound
         saved = Saved(kept.log_norm, kept.messages, extra, kept.recomputed)
-    in_order = layout.batched(saved.log_norm).clone(memory_format=torch.contiguous_format)
+    in_order = chain.layout.batched(saved.log_norm).clone(memory_format=torch.contiguous_format)
     return saved._replace(log_norm=in_order)
 
 
@@ -108,7 +108,7 @@ def short_of(
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
-        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, wanted, chain_of)
+        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, wanted)
     except (AttributeError, RuntimeError):  # an operand that is no dense tensor
         check_chain(x, bulk, p0)
         raise
@@ -160,7 +160,8 @@ def backward(
     x, bulk, p0, *_ = operands.dense
     grad_x, grad_bulk, grad_p0 = empty_gradients((x, bulk, p0), needs)
     in_segments = _is_cut(x, segments)
-    layout, chain = chain_of(*operands.dense, operands.packed, by_log=by_log, whole=in_segments)
+    chain = operands.dense_chain(by_log=by_log, whole=in_segments)
+    layout = chain.layout
     wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
     into_x = layout.steps_first(grad_x) if needs[0] else None
     into_bulk = layout.matrices(wide) if needs[1] else None
@@ -176,7 +177,7 @@ def backward(
         halved = saved.extra.dim() == 3
         bound = saved.extra[0] if halved else saved.extra if saved.extra.dim() == 2 else None
         residuals = Kept(saved.log_norm, saved.messages, saved.recomputed, bound=bound, halved=halved)
-        start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)
+        start = kernels.backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
         grad_bulk.copy_(wide)
     if needs[2]:

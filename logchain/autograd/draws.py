@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
-from ..operands import Operands, chain_of
+from ..operands import Operands
 from ..rescues import report_chains
 from ..transitions import LOG
 from ..transitions.transition import pick
@@ -29,7 +29,7 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     x = operands.x
     if operands.packed:
         with kernels.arithmetic_on(x):
-            return _drawn(chain_of(*operands.dense, operands.packed)[1], (count, len(x)), generator)
+            return _drawn(operands.dense_chain(), (count, len(x)), generator)
     if operands.is_dense:
         *tensors, log_params = operands.dense
         drawn: Tensor = _sample(*tensors, count, generator, log_params)
@@ -67,15 +67,15 @@ def _forward(
     if num_samples == 0 or x.numel() == 0:
         return _shape(x, bulk, p0, lengths, num_samples)
     with torch.no_grad():
-        layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
+        chain = Chain.of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
         drawn = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
-        states: Tensor = layout.states(drawn.view(num_samples, *chain.lead, x.shape[-2]))
+        states: Tensor = chain.layout.states(drawn.view(num_samples, *chain.lead, x.shape[-2]))
         return states.contiguous()
 
 
 def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """States int64 of a shape that the kernels take; their memory first holds the uniform numbers."""
-    residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
+    residuals = kernels.forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
     report_chains(residuals.recomputed)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.chain import Chain
 from ..kernels.numbers import log_weights
 from ..kernels.plain import entropy as formula
-from ..operands import Operands, as_dense, chain_of
+from ..operands import Operands, as_dense
 from ..rescues import report_chains
 from ..transitions.dense import Dense
 from .dense_operators import log_norm_second
@@ -140,11 +141,10 @@ def _values(*args: Any) -> Tensor:
     *operands, lengths, log_params = args
     if operands[0].numel() == 0:
         return _shapes(*operands).zero_()
-    chains = (chain_of(*chain, lengths, log_params) for chain in _chains(operands))
-    layouts, in_order = zip(*chains, strict=True)
-    values, recomputed = formula.values(in_order)
+    chains = [Chain.of(*chain, lengths, log_params) for chain in _chains(operands)]
+    values, recomputed = formula.values(chains)
     report_chains(recomputed)
-    result: Tensor = layouts[0].batched(values).contiguous()
+    result: Tensor = chains[0].layout.batched(values).contiguous()
     return result
 
 

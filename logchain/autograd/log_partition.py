@@ -191,12 +191,7 @@ class _Short(NamedTuple):
         return value, (residuals,)
 
     def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        if self.short.fits(*operands):
-            return tuple(self.short.gradients(*operands, saved[0], grad, needs))
-        norm, messages, recomputed = self.short.parts(saved[0], operands[0])
-        parts = Saved(norm, messages, messages.new_empty(0), recomputed)
-        options = self.log_params, False, *needs, *choose.SEQUENTIAL
-        return if_needed(operators.log_norm_backward(grad, *operands, None, *parts, *options), needs)
+        return tuple(self.short.gradients(*operands, saved[0].contiguous(), grad, needs))
 
     def log_norm(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
         return total(Steps(x, Dense(bulk), p0, None, self.log_params))

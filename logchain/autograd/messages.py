@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..internals import autograd_in_operators, is_transformed
-from ..operands import Operands, chain_of
-from ..tensors import arithmetic_dtype, differentiated
+from ..kernels.chain import Chain, arithmetic_dtype
+from ..operands import Operands
+from ..tensors import differentiated
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, operator
 from .scan import Steps, both_messages, filtered_messages
@@ -49,17 +50,18 @@ def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_p
         return forward, backward, log_norm
     if not kernels.in_c(x):
         return _by_scan(Operands(x, Dense(bulk), p0, lengths, log_params))
-    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    first, last = layout.steps_first(forward), layout.steps_first(backward)
+    chain = Chain.of(x, bulk, p0, lengths, log_params)
+    first, last = chain.layout.steps_first(forward), chain.layout.steps_first(backward)
     first[chain.v :] = last[chain.v :] = -torch.inf
-    log_norm.copy_(layout.batched(kernels.load("cpu.dense").messages(chain, first[: chain.v], last[: chain.v])))
+    values = kernels.load("cpu.dense").messages(chain, first[: chain.v], last[: chain.v])
+    log_norm.copy_(chain.layout.batched(values))
     return forward, backward, log_norm
 
 
 def _in_place(operands: Operands) -> Messages:
-    layout, chain = chain_of(*operands.dense, operands.packed)
+    chain = operands.dense_chain()
     forward, backward = (chain.new(*chain.x.shape) for _ in range(2))
-    return forward, backward, layout.batched(kernels.load("cpu.dense").messages(chain, forward, backward))
+    return forward, backward, chain.layout.batched(kernels.load("cpu.dense").messages(chain, forward, backward))
 
 
 def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..internals import autograd_in_operators
-from ..kernels.layout import Layout
+from ..kernels.chain import Layout
 from ..kernels.numbers import log_weights, probabilities, shifted, two_sum
 from ..transitions.semiring import LOG, Semiring
 from ..transitions.transition import Transition

@@ -13,13 +13,12 @@ from .. import kernels
 from ..arguments import Lengths, check_choice
 from ..autograd.operator import Final
 from ..autograd.paths import log_weight
-from ..kernels.chain import Chain
+from ..kernels.chain import Chain, arithmetic_dtype
 from ..kernels.message import Kept
 from ..log_prob import as_paths
 from ..marginals import Marginals
 from ..operands import checked
 from ..sample import check_draws
-from ..tensors import arithmetic_dtype
 from ..viterbi import Path
 from .part import Part
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from .. import arguments, kernels
 from ..internals import is_transformed
 from ..kernels.chain import Chain
-from ..kernels.layout import Layout
 from ..kernels.message import Kept, Message
 from ..rescues import report_boundaries, report_chains
 from ..schedules.segments import disagree
-from ..tensors import arithmetic_dtype, differentiated
+from ..tensors import differentiated
 from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many
@@ -62,17 +61,18 @@ class Part:
         x, bulk, p0 = (operand.detach().to(dtype(*call[:3]) if dtype else operand.dtype) for operand in (x, bulk, p0))
         if full:
             bulk, self.one_matrix = bulk.expand(*batch, max(0, v - (start == 0)), c, c), False
-        self.operands, self.layout = (x, bulk, p0), Layout.of(x, bulk)
-        self.lengths = ends = None
-        self.reached = self.continues = torch.ones(self.layout.grid, dtype=torch.bool, device=x.device)
+        self.operands = x, bulk, p0
+        whole = None
         if fields["lengths"] is not None:
             whole = arguments.as_lengths(fields["lengths"], x.new_empty(()).expand(*batch, sum(sizes), c))
-            self.lengths = (whole - start).clamp(0, v)
+        self.lengths = None if whole is None else (whole - start).clamp(0, v)
+        steps = bulk if v > 1 or self.entered else bulk[..., :0, :, :]
+        self.chain = Chain.of(x, steps, p0, self.lengths, self.log_params, by_log=by_log, stretch=True)
+        self.layout = self.chain.layout
+        self.reached = self.continues = torch.ones(self.layout.grid, dtype=torch.bool, device=x.device)
+        if whole is not None:
             left = self.layout.grouped(whole) - start
-            ends, self.reached, self.continues = left[..., None].clamp(0, v), left > 0, left > v
-        steps = self.layout.matrices(bulk)[: None if v > 1 or self.entered else 0]
-        operands = self.layout.steps_first(x), steps, self.layout.weights(p0)
-        self.chain = Chain(*operands, ends, self.log_params, arithmetic_dtype(x, bulk, p0), by_log=by_log)
+            self.reached, self.continues = left > 0, left > v
         self.active = ranks.place is not None and self.reached.numel() > 0
 
     def zeros(self, *sizes: int) -> Tensor:
@@ -129,12 +129,14 @@ class Part:
         """The log-partitions (g, m), the same on all ranks, and what `backward` reads, to `keep` if there is any."""
         chain, kept, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
         memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
-        kernel: Callable[..., tuple[Kept | None, Message]] = kernels.chain_kernels(chain.x).forward
 
         def scan(chain: Chain, entering: Tensor | None) -> Tensor:
             nonlocal kept, scale
             message = None if entering is None else Message(entering, self.zeros(2).movedim(-1, 0))
-            kept, (values, scale) = kernel(chain, message, keep=memory if chain is self.chain else None, leave=True)
+            messages = memory if chain is self.chain else None
+            kept, leaving = kernels.forward(chain, message, keep=messages, leave=True)
+            values: Tensor = leaving.values
+            scale = leaving.scale
             return values
 
         self.carry(scan, partial(disagree, chain), self.reached)
@@ -156,14 +158,13 @@ class Part:
         grad_p0 = torch.zeros(p0.shape, dtype=torch.float64, device=x.device) if needs[2] else None
         into_x = None if grad_x is None else self.layout.steps_first(grad_x)
         into_bulk = None if grad_bulk is None or not len(self.chain.bulk) else self.layout.matrices(grad_bulk)
-        kernel: Callable[..., Tensor] = kernels.chain_kernels(x).backward
 
         def scan(chain: Chain, following: Tensor | None) -> Tensor:
             assert kept is not None
             if chain is not self.chain:
                 of_window = kept._replace(messages=kept.messages[: chain.v + 1], log_norm=self.zeros())
-                return kernel(chain, of_window, self.zeros() + 1, following, None, None)
-            before = kernel(chain, kept, weight, following, into_x, into_bulk)
+                return kernels.backward(chain, of_window, self.zeros() + 1, following, None, None)
+            before = kernels.backward(chain, kept, weight, following, into_x, into_bulk)
             if grad_p0 is not None and not self.entered:
                 grad_p0.copy_(self.layout.states(before).sum_to_size(p0.shape))
             return before if self.entered else self.zeros(chain.c)

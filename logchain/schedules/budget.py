@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.layout import Layout
-from ..tensors import arithmetic_dtype
+from ..kernels.chain import Layout, arithmetic_dtype
 from .transfers import SLOTS, apart
 
 # bytes of a float64, the dtype of checkpoints and of all that enters or leaves a piece

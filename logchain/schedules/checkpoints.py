@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.chain import Chain
 from ..kernels.message import Message
-from ..operands import Operands, chain_of
+from ..operands import Operands
 from ..progress import bar
 from ..rescues import report_chains
 from .transfers import Gradient, pieces
@@ -29,8 +29,9 @@ class Checkpoints:
 
     def __init__(self, operands: Operands, every: int, progress: bool = False) -> None:
         self._operands, self._every, self._progress = operands, every, progress
-        self._layout, self._chain = chain_of(*operands.dense)
-        self._kernels, last = kernels.chain_kernels(operands.p0), self._chain.v - 1
+        self._chain = operands.dense_chain()
+        self._layout = self._chain.layout
+        last = self._chain.v - 1
         # ranges of transitions and of variables of each piece; no transition leads into the first variable of all
         stops = [*range(every, last, every), last]
         self._transitions = list(zip([0, *stops], stops, strict=False))
@@ -43,7 +44,7 @@ class Checkpoints:
         recomputed = torch.zeros(chain.g, chain.m, dtype=torch.bool, device=p0.device)
         message: Message | None = None
         for i, piece in self._pieces(range(last + 1), "forward"):
-            residuals, message = self._kernels.forward(piece, message, leave=True)
+            residuals, message = kernels.forward(piece, message, leave=True)
             recomputed |= residuals.recomputed
             if keep and i < last:
                 checkpoints[i] = message.values
@@ -67,9 +68,9 @@ class Checkpoints:
         scale, following = torch.zeros(2, *norms.shape, dtype=torch.float64, device=p0.device), None
         for i, piece in self._pieces(range(len(self._variables))[::-1], "backward"):
             entering = Message(checkpoints[i - 1], scale) if i > 0 else None
-            residuals, _ = self._kernels.forward(piece, entering, keep=messages, leave=following is not None)
+            residuals, _ = kernels.forward(piece, entering, keep=messages, leave=following is not None)
             residuals, into = residuals._replace(log_norm=norms), (into_x.piece(i), into_bulk.piece(i))
-            following = self._kernels.backward(piece, residuals, weight, following, *into)
+            following = kernels.backward(piece, residuals, weight, following, *into)
             into_x.put()
             into_bulk.put()
         assert following is not None

@@ -18,8 +18,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
 from ..internals import constant_in_graphs
-from ..kernels.chain import FEW_STATES, has_idle_threads
-from ..tensors import arithmetic_dtype
+from ..kernels.chain import FEW_STATES, arithmetic_dtype, has_idle_threads
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
 

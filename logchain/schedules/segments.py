@@ -57,7 +57,7 @@ def forward(chain: Chain, segments: int, warm_up: int, *, keep: bool) -> Saved:
             log_norm = _in_segments(cut, guesses, messages, recomputed)
         if steps == 0 or not (log_norm < torch.inf).all():  # what is not finite comes from a sequential scan
             memory = None if messages is None else messages[: chain.v]
-            whole, steps = kernels.chain_kernels(chain.x).forward(chain, keep=memory)[0], 0
+            whole, steps = kernels.forward(chain, keep=memory)[0], 0
             log_norm, recomputed[0], recomputed[1:] = whole.log_norm, whole.recomputed, False
         extra = torch.tensor([steps], device=device)
     report_chains(recomputed.any(0))
@@ -69,11 +69,10 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, extra, recomputed = saved
-    scan: Callable[..., Tensor] = kernels.chain_kernels(chain.x).backward
     cut, flags = Cut(chain, segments), recomputed.view(-1, chain.g, chain.m)
     warm_up = None if kernels.on_gpu(chain.x) else int(extra)
     if warm_up == 0:
-        return scan(chain, Kept(log_norm, messages[: chain.v], flags[0]), weight, None, grad_x, grad_bulk)
+        return kernels.backward(chain, Kept(log_norm, messages[: chain.v], flags[0]), weight, None, grad_x, grad_bulk)
     of_head, of_segments = cut.parts(messages)
     norms, weights = (cut.by_set(values.expand(cut.count, -1, -1)) for values in (log_norm, weight))
     residuals = Kept(norms, of_segments, cut.by_set(flags[1:]), True)
@@ -82,24 +81,27 @@ def backward(
         head_bulk = torch.empty_like(grad_bulk)
 
     def before_segments(following: Tensor) -> Tensor:
-        return cut.by_segment(scan(cut.segments, residuals, weights, cut.by_set(following), into_x, into_bulk))
+        before = kernels.backward(cut.segments, residuals, weights, cut.by_set(following), into_x, into_bulk)
+        return cut.by_segment(before)
 
     def before_segment(s: int, following: Tensor) -> Tensor:
         of_segment = cut.by_segment(of_segments, 1)[s].contiguous()
-        return scan(cut.segment(s), Kept(log_norm, of_segment, flags[1 + s], True), weight, following, None, None)
+        kept = Kept(log_norm, of_segment, flags[1 + s], True)
+        return kernels.backward(cut.segment(s), kept, weight, following, None, None)
 
     if warm_up is None:
         before_segments(extra[1:])
         following = extra[0]
     else:
         first = residuals._replace(messages=of_segments[: warm_up + 1])
-        guesses = cut.by_segment(scan(cut.window(0, warm_up), first, weights, None, None, None)).roll(-1, 0)
+        warmed_up = kernels.backward(cut.window(0, warm_up), first, weights, None, None, None)
+        guesses = cut.by_segment(warmed_up).roll(-1, 0)
         guesses[-1] = 0.0
         before = before_segments(guesses)
         if not _verified(cut, before, guesses, -1, before_segment):
             before = before_segments(guesses)
         following = before[0]
-    start = scan(cut.head, Kept(log_norm, of_head, flags[0]), weight, following, head_x, head_bulk)
+    start = kernels.backward(cut.head, Kept(log_norm, of_head, flags[0]), weight, following, head_x, head_bulk)
     if grad_bulk is not None and cut.one_matrix:
         grad_bulk.add_(head_bulk)
     return start
@@ -133,17 +135,17 @@ def _in_segments(cut: "Cut", guesses: Tensor, messages: Tensor | None, recompute
 
     `messages` are written if there is memory for them, and `recomputed` (count + 1, g, m).
     """
-    chain, scan = cut.chain, kernels.chain_kernels(cut.chain.x).forward
-    of_head, of_segments = cut.parts(messages)
-    head, start = scan(cut.head, keep=of_head, leave=True)
+    chain, (of_head, of_segments) = cut.chain, cut.parts(messages)
+    head, start = kernels.forward(cut.head, keep=of_head, leave=True)
     entering = torch.cat([start.values[None], guesses[:-1]])
-    segments, after = scan(cut.segments, cut.entering(entering), keep=of_segments, leave=True)
+    segments, after = kernels.forward(cut.segments, cut.entering(entering), keep=of_segments, leave=True)
     leaving, scale = cut.by_segment(after.values), cut.by_segment(after.scale, 1)
     recomputed[0], recomputed[1:] = head.recomputed, cut.by_segment(segments.recomputed)
 
     def leave(s: int, message: Tensor) -> Tensor:
         memory = chain.new(cut.length + 1, *message.shape) if messages is not None else None
-        segment, left = scan(cut.segment(s), Message(message, torch.zeros_like(scale[s])), keep=memory, leave=True)
+        before = Message(message, torch.zeros_like(scale[s]))
+        segment, left = kernels.forward(cut.segment(s), before, keep=memory, leave=True)
         scale[s], recomputed[1 + s] = left.scale, segment.recomputed
         if memory is not None:
             cut.by_segment(of_segments, 1)[s] = memory
@@ -195,12 +197,12 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
 
     Without `messages` there are none of the second.
     """
-    scan, (of_head, of_segments) = kernels.chain_kernels(cut.chain.x).forward, cut.parts(messages)
-    head, start = scan(cut.head, keep=of_head, leave=True)
+    of_head, of_segments = cut.parts(messages)
+    head, start = kernels.forward(cut.head, keep=of_head, leave=True)
     products, shift, of_rows = _products(cut)
     x = start.values.new_zeros(cut.chain.c).expand(cut.count + 1, *start.values.shape)
     between = Chain(x, products, start.values, None, True, torch.float64)
-    from_first = scan(between, keep=kernels.messages_of(between, between.v))[0]
+    from_first = kernels.forward(between, keep=kernels.messages_of(between, between.v))[0]
     log_norm = _sum(start.scale, shift, from_first.log_norm.view(shift[:1].shape))
     recomputed[0] = head.recomputed
     if messages is None:
@@ -208,10 +210,10 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
         recomputed[1:] = of_rows
         return log_norm, x.new_empty(0)
     arriving = normalized(from_first.logs(slice(0, -1)))[0].view(x[1:].shape)
-    segments, _ = scan(cut.segments, cut.entering(arriving), keep=of_segments, leave=True)
+    segments, _ = kernels.forward(cut.segments, cut.entering(arriving), keep=of_segments, leave=True)
     recomputed[1:] = cut.by_segment(segments.recomputed)
     reverse = replace(between, bulk=products.flip(0).mT, p0=torch.zeros_like(between.p0))
-    from_last = scan(reverse, keep=kernels.messages_of(reverse, reverse.v))[0]
+    from_last = kernels.forward(reverse, keep=kernels.messages_of(reverse, reverse.v))[0]
     return log_norm, from_last.logs(slice(None)).flip(0).view(x.shape)
 
 
@@ -226,7 +228,7 @@ def _products(cut: "Cut") -> tuple[Tensor, Tensor, Tensor]:
     rows = replace(cut.segments, x=x.expand(*x.shape[:-2], c, c))  # (g', m' c)
     unit = torch.eye(c, dtype=chain.dtype, device=x.device).log_().repeat(cut.segments.m, 1).expand(rows.g, -1, c)
     scale = torch.zeros(1, dtype=torch.float64, device=x.device).expand(2, rows.g, rows.m)
-    residuals, after = kernels.chain_kernels(x).forward(rows, Message(unit, scale), leave=True)
+    residuals, after = kernels.forward(rows, Message(unit, scale), leave=True)
     high, low = cut.by_segment(after.scale.unflatten(2, (-1, c)), 1).unbind(1)
     top = high.amax(-1)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -266,7 +268,7 @@ class Cut:
     def after_last(self, steps: int, entering: Tensor) -> Tensor:
         """Logarithms of messages (count, g, m, c) after the last `steps` of each segment, from those before these."""
         window, message = self.window(self.length - steps, self.length), self.entering(entering)
-        return self.by_segment(kernels.chain_kernels(window.x).forward(window, message, leave=True)[1].values)
+        return self.by_segment(kernels.forward(window, message, leave=True)[1].values)
 
     def entering(self, logs: Tensor) -> Message:
         """Logarithms (count, g, m, c) of messages with sum 1 as the message (g', m', c) that enters all segments."""

@@ -15,10 +15,9 @@ from ..chain import check_shared_signs
 from ..internals import between_graphs, tree_leaves
 from ..kernels import message as linear
 from ..kernels.chain import Chain
-from ..kernels.layout import Layout
 from ..kernels.numbers import probabilities, shifted
 from ..rescues import report_chains
-from ..tensors import arithmetic_dtype, differentiated
+from ..tensors import differentiated
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 from . import stretch
@@ -117,13 +116,12 @@ def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with
 def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
     """The same as `stretch.forward`, by the kernels of any device; both posteriors and messages, if `wanted`."""
     x, bulk = piece.x, piece.bulk
-    layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, piece.p0)
-    steps, ends = layout.steps_first(x), None if piece.counts is None else layout.grouped(piece.counts)[..., None]
-    chain = Chain(steps, layout.matrices(bulk), layout.weights(piece.p0), ends, piece.log_params, dtype)
+    chain = Chain.of(x, bulk, piece.p0, piece.counts, piece.log_params, stretch=True)
+    layout = chain.layout
     values = layout.weights(entering.values).reshape(chain.g, chain.m, chain.c)
     before = linear.Message(values, values.new_zeros(2, chain.g, chain.m))
     memory, posteriors, messages = chain.new(chain.v + 1, *values.shape) if wanted else None, None, None
-    residuals, after = kernels.chain_kernels(x).forward(chain, before, keep=memory, leave=True)
+    residuals, after = kernels.forward(chain, before, keep=memory, leave=True)
     report_chains(residuals.recomputed)
     if wanted:
         messages = layout.batched(residuals.logs(slice(1, None)).movedim(0, 2)).contiguous()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..autograd.paths import log_weight
+from ..kernels.chain import Chain
 from ..kernels.numbers import shifted
-from ..operands import chain_of
 from ..transitions.dense import Dense
 from .piece import Piece, Survivors, best_for_each, steps_between
 
@@ -66,9 +66,9 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     x = x.expand(c, *x.shape).clone()
     ends = torch.full((c, c), -torch.inf, dtype=x.dtype, device=x.device).fill_diagonal_(0.0)
     x[..., -1, :] += ends.view(c, *(1,) * (x.dim() - 3), c)  # a NaN remains one in all copies
-    layout, chain = chain_of(x, piece.bulk, p0, None, True)
+    chain = Chain.of(x, piece.bulk, p0, None, True)
     states, _ = kernels.module("viterbi", x).paths(chain, x.shape[-2])
-    states = layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, k + 1)
+    states = chain.layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, k + 1)
     after = _possible(shifted(log_weight(x, piece.bulk, p0, states, None, True).movedim(0, -1))[0])
     states = states.movedim(0, -1).clamp(min=0)  # (*B, k + 1, c)
     return after, states[..., 1:, :].int(), states[..., 0, :]

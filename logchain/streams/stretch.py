@@ -7,18 +7,15 @@ from torch import Tensor
 
 from .. import kernels
 from ..autograd.scan import Message
-from ..kernels.chain import Chain, is_view
-from ..kernels.layout import Layout
+from ..kernels.chain import Chain, Layout, arithmetic_dtype, is_view
 from ..kernels.message import Kept
 from ..rescues import report_chains
-from ..tensors import arithmetic_dtype
 from .piece import Piece, selected
 
 
 def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, entered: bool = True) -> Any:
     """The `kernels.cpu.template.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
-    layout = Layout.of(x, bulk)
-    chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, log_params, x.dtype)
+    chain = Chain.of(x, bulk, p0, None, log_params, stretch=True)
     return kernels.load("cpu.template").Stretch(chain, entered=entered)
 
 

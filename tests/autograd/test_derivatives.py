@@ -124,3 +124,23 @@ def test_lengths_changed_before_the_backward_pass_change_no_gradient(case):
         assert "modified by an inplace operation" in str(error)
     else:
         assert torch.equal(gradient, expected)
+
+
+def reordered(tensor):
+    """The same values with other strides."""
+    return tensor.repeat_interleave(2, -1)[..., ::2] if tensor.dim() else tensor
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize("each", [False, True], ids=["one_matrix", "each"])
+def test_hooks_of_saved_tensors_may_change_strides(batch, each):
+    x = torch.randn(5, *batch, 4).movedim(0, -2)
+    bulk = (torch.rand(*batch, 4, 4, 4) if each else torch.rand(1, 4, 4)).mT
+    operands = [one.detach().requires_grad_() for one in (x, bulk, torch.rand(4))]
+    expected = torch.autograd.grad(logchain.product(*operands).sum(), operands)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    for context in (torch.autograd.graph.save_on_cpu(), hooks(reordered, reordered)):
+        with context:
+            value = logchain.product(*operands).sum()
+        for gradient, wanted in zip(torch.autograd.grad(value, operands), expected, strict=True):
+            assert torch.equal(gradient, wanted)

@@ -8,12 +8,12 @@ import torch
 import logchain
 from logchain.autograd.paths import log_weight
 from logchain.kernels import messages_of
+from logchain.kernels.chain import Chain
 from logchain.kernels.cpu import arguments, team
 from logchain.kernels.cpu.dense import forward
 from logchain.kernels.message import Kept
 from logchain.kernels.plain import sample as sample_plainly
 from logchain.kernels.plain import viterbi
-from logchain.operands import chain_of
 from tests.backends import on
 from tests.contract import poisoned_memory
 from tests.families import FAMILIES
@@ -81,7 +81,7 @@ def test_the_ends_of_the_unit_interval(number, backend):
     for name in ("sparse", "bakis_jump", "tiny_transitions", "log_far"):
         for dtype in (F32, F64):
             chain = FAMILIES[name](dtype)
-            problem = chain_of(*chain[:3], None, chain.log_params)[1]
+            problem = Chain.of(*chain[:3], None, chain.log_params)
             kept = forward(problem, keep=messages_of(problem, problem.v))[0]
             numbers = torch.full((3, problem.g, problem.m, problem.v), number, dtype=F64)
             states = draw(backend, problem, kept, numbers).view(3, *chain.x.shape[:-1])
@@ -92,7 +92,7 @@ def test_the_ends_of_the_unit_interval(number, backend):
 @BACKENDS
 def test_a_threshold_below_all_numbers(backend):
     """(1 - u) times the total is no float32: still no state of weight zero is drawn."""
-    _, chain = chain_of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
+    chain = Chain.of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
     messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
     kept = Kept(torch.zeros(1, 2, dtype=F64), messages, torch.zeros(1, 2, dtype=torch.bool))
     states = draw(backend, chain, kept, torch.full((4, 1, 2, 1), 1 - 2.0**-53, dtype=F64))

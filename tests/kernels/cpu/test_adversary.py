@@ -12,10 +12,10 @@ import torch
 
 import logchain
 from logchain import reference
+from logchain.kernels import chain as kernel_chain
 from logchain.kernels import messages_of
 from logchain.kernels.cpu.dense import backward, forward
 from logchain.kernels.message import Message
-from logchain.operands import chain_of
 from tests.backends import on
 from tests.families import Chain
 from tests.kernels.cpu.adversary import Drawn, Search, draw, judge, search
@@ -214,7 +214,7 @@ def test_an_unknown_sequence_sends_nan_backward(dtype, monkeypatch):
     """Whatever was in memory before: to what enters, where a sequence with NaN is computed again."""
     x, bulk, p0 = torch.zeros(2, 3, 4, dtype=dtype), torch.full((1, 4, 4), 0.5, dtype=dtype), torch.ones(4, dtype=dtype)
     x[1, 2] = torch.nan
-    _, stretch = chain_of(x, bulk, p0, None, False)
+    stretch = kernel_chain.Chain.of(x, bulk, p0, None, False)
     stretch = replace(stretch, x=stretch.x[1:])
     entering = Message(torch.zeros(1, 2, 4, dtype=F64), torch.zeros(2, 1, 2, dtype=F64))
     kept, _ = forward(stretch, entering, keep=messages_of(stretch, 3), leave=True)
