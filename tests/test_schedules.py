@@ -93,7 +93,7 @@ def judge_boundaries(seed: int) -> int:
     bulk, p0 = torch.stack([torch.stack(some) for some in steps]), torch.rand(TOGETHER, c, generator=generator) ** 8
     drawn = adversary.Drawn(Chain(x, bulk, p0).logs(), None)
     with logchain.rescues() as count:
-        adversary.judge(drawn, adversary.Search(), f"{seed}", strategy=f"segments:{number}:{early}")
+        adversary.assert_within_bounds(drawn, adversary.Search(), f"{seed}", strategy=f"segments:{number}:{early}")
     return count.boundaries
 
 
@@ -150,4 +150,4 @@ def test_no_random_chain_is_wrong(backend, strategy, dtype, monkeypatch, request
     with on(backend) as device:
         for number in range({"cpu": 24, "plain": 10, "gpu": 3}[backend]):
             drawn = adversary.draw(np.random.default_rng((7, number)), dtype)
-            adversary.judge(drawn, seen, f"7 {number}", device=device, k=k, strategy=strategy)
+            adversary.assert_within_bounds(drawn, seen, f"7 {number}", device=device, k=k, strategy=strategy)

@@ -65,10 +65,9 @@ def dense_posteriors(
     """
     if operands.packed:
         saved = _forward_in_place(operands, True)
+        weight = torch.ones_like(saved.log_norm) if weight is None else weight
         with kernels.arithmetic_on(operands.x):
-            return saved.log_norm, operators.backward(
-                operands, saved, torch.ones_like(saved.log_norm), needs, by_log=True
-            )
+            return saved.log_norm, operators.backward(operands, saved, weight, needs, by_log=True)
     x, bulk, p0, lengths, log_params = dense = operands.dense
     by_log, schedule = True, choose.of(x, bulk, p0, lengths is not None)
     saved = Saved(*operators.log_norm(*dense, True, *schedule))

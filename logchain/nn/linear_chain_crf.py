@@ -320,7 +320,6 @@ class LinearChainCRF(nn.Module):
 
     def _checked(self, tags: Tensor, emissions: Tensor, unmasked: _Sequences) -> Tensor:
         """Tags as (n, v), after checks of their kind, their shape and, on a CPU, their values."""
-        check_is_tensor("tags", tags)
         check_integers("tags", tags)
         if tags.shape != emissions.shape[:2]:
             raise ValueError(f"tags: expected shape {list(emissions.shape[:2])}, got {list(tags.shape)}")

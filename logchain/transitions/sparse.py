@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_has_values, check_integers, check_is_tensor, has_values
+from ..arguments import check_has_values, check_integers, has_values
 from ..kernels.structured import Arcs
 from .semiring import LINEAR, Semiring
 from .transition import Transition, check_parameter, look_up
@@ -73,8 +73,6 @@ class Sparse(Transition):
     own = (1,)
 
     def __init__(self, indices: Tensor, values: Tensor, states: int | None = None) -> None:
-        check_is_tensor("indices", indices)
-        check_dense("indices", indices)
         check_integers("indices", indices)
         check_parameter("values", values, 1)
         if indices.shape != (2, values.shape[-1]):

@@ -63,7 +63,7 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 }
 
 /* Starts reading a row of x into the cache, a step before its use. The rows of a step lie far apart where each sequence
-   has memory of its own: without this, forward steps of 64 states take up to 1.1 times as long, backward steps 1.1 to
+   has separate memory: without this, forward steps of 64 states take up to 1.1 times as long, backward steps 1.1 to
    1.5 times. */
 INLINE void fetch_x(const Walk *w, int64_t place, int64_t step) {
     const Chain *a = w->a;

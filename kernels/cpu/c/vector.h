@@ -150,9 +150,9 @@ INLINE void clear(int64_t count, operand *to) {
 /* Sets all lanes to the reduction by `f`, in rounds with the lanes a half, a quarter, ... of the vector away. */
 #define REDUCE(a, f)                                                     \
     UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2) {          \
-        __typeof__(a) beside;                                            \
-        UNROLL for (int j = 0; j < LANES; j++) beside[j] = a[j ^ apart]; \
-        a = f(a, beside);                                                \
+        __typeof__(a) other;                                             \
+        UNROLL for (int j = 0; j < LANES; j++) other[j] = a[j ^ apart];  \
+        a = f(a, other);                                                 \
     }
 
 /* Reductions of a vector. */
@@ -167,12 +167,12 @@ INLINE int any(wholes a) { return __builtin_reduce_or(a) != 0; }
 INLINE reals total_of_each(reals *a) {
     UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)
         UNROLL for (int k = 0; k < apart; k++) {
-            reals own, beside;
+            reals own, other;
             UNROLL for (int j = 0; j < LANES; j++) {
                 own[j] = a[j & apart ? k + apart : k][j];
-                beside[j] = a[j & apart ? k + apart : k][j ^ apart];
+                other[j] = a[j & apart ? k + apart : k][j ^ apart];
             }
-            a[k] = own + beside;
+            a[k] = own + other;
         }
     return a[0];
 }

@@ -4,7 +4,7 @@
 
    All messages a of the sequences that are computed together are kept. On the way back, the state before a state j is
    the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. Both ways in one call keep
-   messages in scratch, each way in a call of its own in `messages`.
+   messages in scratch, separate calls in `messages`.
 
    Of the k best paths, each state has k messages, one for each rank:
 

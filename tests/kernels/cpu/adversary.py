@@ -43,7 +43,7 @@ def search(seed: int, draws: int) -> Search:
     seen = Search()
     for number in range(draws):
         drawn = draw(np.random.default_rng((seed, number)), (torch.float32, torch.float64)[number % 2])
-        judge(drawn, seen, f"{seed} {number}", strategy="sequential")
+        assert_within_bounds(drawn, seen, f"{seed} {number}", strategy="sequential")
     return seen
 
 
@@ -159,7 +159,7 @@ def _detours(
     return x, _levels(r, shape, wider) * (r.random(shape) < r.choice([0.3, 0.5, 0.7]))
 
 
-def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:
+def assert_within_bounds(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:
     """Value and gradients are as near the truth as the contract says, but for the reference's own rounding."""
     chain, dtype, c = drawn.chain, drawn.chain.x.dtype, drawn.chain.x.shape[-1]
     known = {"log_params": chain.log_params, "lengths": drawn.lengths}

@@ -32,7 +32,7 @@ def compile_program(target: build.Target, level: str, into: Path) -> list[str]:
 
 
 def offset_of(struct: Any, field: str) -> int:
-    """The place of a field in a struct, or of a field of one of its own structs."""
+    """The place of a field in a struct, or of a field of a struct in it."""
     name, _, part = field.partition(".")
     inner = dict(struct._fields_).get(name)
     return getattr(struct, name).offset + (offset_of(inner, part) if part else 0)
