@@ -56,6 +56,24 @@ def assert_between(out: torch.Tensor, low: np.ndarray, high: np.ndarray, dtype: 
     assert (low - rounding <= found).all() and (found <= high + rounding).all()
 
 
+@LOG
+@BOTH
+@NAMES
+def test_factors_that_are_all_off_by_the_most_move_the_result_to_the_ends(name, dtype, log):
+    chain, truth = drawn(name, dtype, log)
+    # [*B, 1, 1]
+    error = ((truth.c + 8 + 2 * truth.depth) * unit(dtype))[..., None, None]
+    low, high = (perturbed(chain, sign * error, 0.0, 0.0) for sign in (-1, 1))
+    out = logchain.product(*chain[:3], log_params=chain.log_params)
+    assert_between(out, low, high, dtype)
+    possible = np.isfinite(truth.log_norm)
+    exact, bound = truth.log_norm[possible], (truth.value_bound() - ulp(truth.log_norm, dtype))[possible]
+    # but for the square of the error, and for the rounding of log Z to float64
+    slack = bound * error.max() + np.spacing(np.abs(exact)) * (1 if dtype == F64 else 20)
+    np.testing.assert_array_less(np.abs(high[possible] - exact - bound), slack)
+    np.testing.assert_array_less(np.abs(low[possible] - exact + bound), slack)
+
+
 def depths(array: np.ndarray, axes) -> np.ndarray:
     """How far entries lie below the largest along some axes; 0 where that is infinitely far."""
     top = array.max(axes, keepdims=True)

@@ -82,6 +82,11 @@ def test_the_smallest_budget_grows_with_the_root_of_the_chain():
     assert budgets[0] < 10**6 * 16 * 4 / 30
 
 
+def test_an_empty_batch_needs_nothing():
+    x = torch.zeros(0, 5, 2, requires_grad=True)
+    assert logchain.product(x, torch.ones(1, 2, 2), torch.ones(2), memory_budget=0).shape == (0,)
+
+
 def test_a_budget_that_holds_all_messages_changes_nothing():
     leaves = leaves_of(50, n=3)
     assert torch.equal(logchain.product(*leaves, memory_budget=3 * 50 * 17 * 4), logchain.product(*leaves))
@@ -92,6 +97,14 @@ def budgeted(chain, **options):
     """The value of `product` with the smallest budget."""
     least = smallest(chain[:3], chain.log_params)
     return logchain.product(*chain[:3], log_params=chain.log_params, memory_budget=least, **options)
+
+
+def test_weights_of_sequences_scale_their_gradients():
+    chain = FAMILIES["dense"](v=LONG)
+    x = chain.x.requires_grad_()
+    weight = torch.tensor([[0.0, 1.0], [-2.0, 0.0], [1e-100, 1e100]], dtype=torch.float64)
+    (budgeted(chain) * weight).sum().backward()
+    torch.testing.assert_close(x.grad.sum(-1), weight[..., None].expand(3, 2, LONG), rtol=1e-12, atol=0)
 
 
 def test_a_recomputed_sequence_counts_once():

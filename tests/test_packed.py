@@ -77,6 +77,20 @@ def test_packed_rows_are_padded_sequences(name, shared, log, backend):
         torch.testing.assert_close(one[some], other[some], rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1000.0), (F64, 8000.0)], ids=["float32", "float64"])
+def test_a_recomputed_sequence_leaves_the_next(dtype, far):
+    """A longer sequence that is not recomputed has its rows there: of x, and of its gradient."""
+    x = torch.zeros(7, 2, dtype=dtype)
+    x[0, 1] = x[1, 0] = -far
+    x.requires_grad_()
+    bulk, p0 = torch.eye(2, dtype=dtype)[None], torch.ones(2, dtype=dtype)
+    with logchain.rescues() as seen:
+        out = logchain.product(x, bulk, p0, cu_seqlens=torch.tensor([0, 2, 7]))
+    out.sum().backward()
+    assert seen.sequences == 1
+    torch.testing.assert_close(x.grad, torch.full_like(x, 0.5))
+
+
 @pytest.mark.parametrize("matrices", [1, 20_000])
 def test_nothing_is_padded(matrices):
     """Beside the operands and their gradients a call holds one message for each row, however unequal the lengths."""
