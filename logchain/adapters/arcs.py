@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_lengths, check_tensor
+from ..chain_arguments import ChainArguments
 from ..kernels import on_gpu
 from ..transitions import LOG, Sparse
-from .chain_arguments import ChainArguments
 
 
 class Acceptor(NamedTuple):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_integer, check_integers, check_tensor, tensor_of
+from ..chain_arguments import ChainArguments
 from ..kernels import on_gpu
 from ..transitions import Banded
-from .chain_arguments import ChainArguments
 
 Counts = Tensor | int | Sequence[int]
 

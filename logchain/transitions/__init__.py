@@ -2,6 +2,7 @@
 
 from .banded import Banded
 from .block_diagonal import BlockDiagonal
+from .duration import Duration
 from .kronecker import Kronecker
 from .low_rank import LowRank
 from .monarch import Monarch
@@ -16,6 +17,7 @@ __all__ = [
     "Semiring",
     "Banded",
     "BlockDiagonal",
+    "Duration",
     "Kronecker",
     "LowRank",
     "Monarch",

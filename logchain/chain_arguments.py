@@ -1,10 +1,10 @@
-"""The arguments that every adapter returns."""
+"""The arguments of functions of a chain, as one value."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ..transitions import Transition
+from .transitions.transition import Transition
 
 
 class ChainArguments(NamedTuple):
