@@ -275,7 +275,7 @@ MUTANTS = [
     Mutant("posteriors of structures ignore the weight", "logchain/autograd/logarithms.py",
            "steps.layout.grouped(weight.double()) if", "steps.layout.grouped(weight.double() * 0 + 1) if",
            table(f"{VALUES} and plain-banded")),
-    Mutant("a last segment goes on past the end", DURATION, "device=x.device) > 0", "device=x.device) > longest",
+    Mutant("a last segment goes on past the end", DURATION, "if not right_censored:", "if right_censored:",
            SEGMENTS + "compositions"),
     Mutant("a first segment begins in the sequence before", DURATION, "cu_seqlens[:-1].long()] = True", "0] = True",
            SEGMENTS + "packed"),

@@ -55,9 +55,9 @@ class Duration(Transition):
     `marginal_segments` map paths and posteriors of counting states back. Posteriors that `logchain.filtered` returns
     are those of states after `.unflatten(-1, (c, D)).sum(-1)`.
 
-    `logchain.marginals(..., transitions="sum")` counts how often each entry of `matrix` and `durations` is used. The
-    duration of the first segment is drawn with `p0` and is not among these counts: it is the posterior of the first
-    step, and `Segments.durations` has both.
+    `logchain.marginals(..., transitions="sum")` counts how often each entry of `matrix` and `durations` is used. First
+    segments, whose durations are drawn with `p0`, are not among these counts: those are the posteriors of the first
+    step, `marginals.states[..., 0, :].unflatten(-1, (c, D))`. An EM step adds both; `Segments.durations` holds both.
 
     Args:
         matrix: weights `[*B or ones, v-1 or 1, c, c]`, or `[c, c]`, with which one segment follows another; logarithms
@@ -114,7 +114,7 @@ class Duration(Transition):
         cu_seqlens: Tensor | None = None,
         right_censored: bool = False,
     ) -> ChainArguments:
-        r"""The arguments of `logchain`'s functions for potentials of the c states, as in `product(**_._asdict())`.
+        r"""Returns the arguments of `logchain`'s functions for potentials of the c states.
 
         Args:
             x: log-potentials `[*B, v, c]` in nats, of each state at each step of its segments.
@@ -159,36 +159,40 @@ class Duration(Transition):
         batch = list(x.shape[:-2])
         if cu_seqlens is not None:
             check_integers("cu_seqlens", cu_seqlens)
+            if lengths is not None:
+                raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
         ends = None if lengths is None else as_lengths(lengths, x)
         if ends is not None and not on_gpu(ends):
             check_lengths(ends, x.shape[-2])
         check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
-        first = self.durations if first_durations is None else first_durations
-        if first_durations is None and first.dim() > 2:
-            if first.shape[-3] != 1:
-                expected = f"[..., c, D] where durations {list(first.shape)} differ by steps"
-                remedy = "pass those of segments that begin at the first step"
-                raise ValueError(f"first_durations: expected {expected}, got None; {remedy}")
-            first = first[..., 0, :, :]
+        first = self._shared_durations() if first_durations is None else first_durations
         check_tensor("first_durations", first, 2, like=x)
         check_sizes("first_durations", first, (*batch_sizes(batch, first.dim() - 2), (c,), (longest,)), x)
         start, first, *parameters = (
             log_weights(weights, log_params, torch.promote_types(weights.dtype, torch.float32))
             for weights in (p0, first, *self.parameters)
         )
-        potentials = x[..., None].expand(*x.shape, longest)
+        potentials = x.repeat_interleave(longest, -1)
         if not right_censored:
-            after = torch.arange(1, x.shape[-2] + 1, device=x.device)
-            end = x.shape[-2] if ends is None else ends[..., None]
-            last = after == end if cu_seqlens is None else torch.isin(after, cu_seqlens.to(x.device))
-            goes_on = torch.arange(longest, device=x.device) > 0
-            potentials = potentials.masked_fill(last[..., None, None] & goes_on, -math.inf)
+            with torch.no_grad():  # the gradient of a potential of -inf is 0
+                going_on = potentials.view(-1, c, longest)[..., 1:]
+                going_on.index_fill_(0, _last_rows(x, ends, cu_seqlens), -math.inf)
         weights = (start[..., None] + first).flatten(-2)
-        return ChainArguments(potentials.flatten(-2), self.with_parameters(*parameters), weights, True, ends)
+        return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends)
+
+    def _shared_durations(self) -> Tensor:
+        """The durations [*B or ones, c, D] of all steps."""
+        if self.durations.dim() == 2:
+            return self.durations
+        if self.durations.shape[-3] != 1:
+            expected = f"[..., c, D] where durations {list(self.durations.shape)} differ by steps"
+            remedy = "pass those of segments that begin at the first step"
+            raise ValueError(f"first_durations: expected {expected}, got None; {remedy}")
+        return self.durations[..., 0, :, :]
 
     def path_segments(self, paths: Tensor, cu_seqlens: Tensor | None = None) -> Segments:
-        """The segments of paths of counting states, which `viterbi`, `topk_paths` and `sample` return.
+        """Returns the segments of paths of counting states, which `viterbi`, `topk_paths` and `sample` return.
 
         Args:
             paths: integers `[..., v]`, -1 where there is no state.
@@ -216,7 +220,7 @@ class Duration(Transition):
         return Segments(paths // longest, begins, torch.where(begins, paths % longest + 1, 0))
 
     def marginal_segments(self, marginals: "Marginals", cu_seqlens: Tensor | None = None) -> Segments:
-        """The posteriors of states and segments, from those of counting states.
+        """Returns the posteriors of states and segments, from those of counting states.
 
         Args:
             marginals: the result of `logchain.marginals(..., transitions="full")` for the result of `arguments`.
@@ -303,6 +307,15 @@ class _TransposedDuration(Transposed):
         entries = semiring.sum(semiring.times(counts, durations[..., None, :, :]), -1)  # [*lead, rows, c]
         ended = semiring.matmul(entries, matrix.mT)
         return torch.cat([ended[..., None], counts[..., :-1]], -1).flatten(-2)
+
+
+def _last_rows(x: Tensor, ends: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The row of each sequence's last step, among all rows of x; where lengths are out of range, any row."""
+    v = x.shape[-2]
+    if cu_seqlens is not None:
+        return (cu_seqlens[1:].to(x.device, torch.int64) - 1).clamp(0, v - 1)
+    first = torch.arange(x.shape[:-2].numel(), device=x.device) * v
+    return first + (v - 1 if ends is None else (ends.flatten() - 1).clamp(0, v - 1))
 
 
 def _shifted(counts: Tensor, zero: float) -> Tensor:

@@ -244,6 +244,26 @@ def test_messages_are_those_of_the_first_and_last_steps(by_step, censored):
     assert_close(filtered.log_norm, posterior.log_norm)
 
 
+def test_gradients_of_all_queries_pass_no_segment_that_goes_on():
+    model = Model.random(9)
+    x, paths = model.x.clone().requires_grad_(), Truth(model).paths[:3]
+    chain = model._replace(x=x).arguments()
+    masked = x.repeat_interleave(D, -1).masked_fill(chain["x"].isneginf(), -math.inf)
+    assert torch.equal(masked, chain["x"])
+    queries = {
+        "posteriors": lambda **chain: logchain.marginals(**chain).states.square(),
+        "messages": lambda **chain: torch.cat(logchain.forward_backward(**chain)[:2]),
+        "filtered": lambda **chain: logchain.filtered(**chain).states.square(),
+        "entropy": logchain.entropy,
+        "best": lambda **chain: logchain.topk_paths(**chain, k=3).scores,
+        "log_prob": lambda **chain: logchain.log_prob(**chain, states=paths),
+    }
+    for query in queries.values():
+        values = [query(**{**chain, "x": potentials}) for potentials in (chain["x"], masked)]
+        sums = [value.masked_fill(value == -math.inf, 0.0).sum() for value in values]
+        assert_close(*(torch.autograd.grad(value, x, retain_graph=True)[0] for value in sums))
+
+
 def results(chain: dict, structure: Duration, **options) -> list[Tensor]:
     """The log-partition, its gradients, and segments of posteriors and of the best path."""
     values = logchain.product(**chain, **options)
@@ -394,6 +414,9 @@ WRONG = {
     ),
     "lengths: expected shape [2] to go with x [2, 4, 2], got [3]": lambda: shared.arguments(x, p0, lengths=[1, 2, 3]),
     "cu_seqlens: expected a torch.Tensor, got list": lambda: shared.arguments(x[0], p0, cu_seqlens=[0, 4]),
+    "lengths: expected None with cu_seqlens, which holds them": lambda: shared.arguments(
+        x[0], p0, cu_seqlens=torch.tensor([0, 4]), lengths=4
+    ),
     "right_censored: expected True or False, got 1": lambda: shared.arguments(x, p0, right_censored=1),
     "log_params: expected True or False, got 'log'": lambda: shared.arguments(x, p0, log_params="log"),
     "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),
