@@ -1,4 +1,4 @@
-"""`adapters.from_ctc` has the values and gradients of torch's CTC loss, and those of all alignments where few."""
+"""`alignment.from_ctc` has the values and gradients of torch's CTC loss, and those of all alignments where few."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import ctc_loss
 
 import logchain
-from logchain import adapters
+from logchain import alignment
 from tests.adapted import NATS, SHARE, distance, gradients, normal, seeded
 
 F32, F64 = torch.float32, torch.float64
@@ -27,7 +27,7 @@ TOGETHER = [label for row, count in zip(TARGETS, LABELS, strict=True) for label 
 
 
 def loss(log_probs, *others):
-    return -logchain.product(**adapters.from_ctc(log_probs, *others)._asdict())
+    return -logchain.product(**alignment.from_ctc(log_probs, *others)._asdict())
 
 
 def alignments(frames, classes, target, blank):
@@ -70,7 +70,7 @@ def test_values_and_gradients_equal_torch(kind, dtype, nats, share, case):
 @pytest.mark.parametrize("lengths", [(5, 2), (torch.tensor(4), torch.tensor(2)), ([5], [1])], ids=str)
 def test_single_sequence_has_no_axis(lengths):
     log_probs, labels = normal(5, 3).log_softmax(-1), torch.tensor([1, 1])
-    ours = adapters.from_ctc(log_probs, labels, *lengths)
+    ours = alignment.from_ctc(log_probs, labels, *lengths)
     assert ours.x.shape == (5, 5) and ours.lengths.shape == ()
     frames, count = (int(torch.as_tensor(length)) for length in lengths)
     theirs = ctc_loss(log_probs, labels[:count], torch.tensor(frames), torch.tensor(count), reduction="none")
@@ -83,7 +83,7 @@ def test_values_gradients_and_paths_equal_the_enumeration_of_alignments(target):
     leaf = normal(frames, classes).requires_grad_()  # no log-probabilities
     every = torch.tensor(list(alignments(frames, classes, target, blank)))
     weights = leaf[torch.arange(frames), every].sum(-1)
-    arguments = adapters.from_ctc(leaf, torch.tensor(target), frames, len(target))
+    arguments = alignment.from_ctc(leaf, torch.tensor(target), frames, len(target))
     ours, truth = logchain.product(**arguments._asdict()), weights.logsumexp(0)
     assert distance(ours, truth) <= NATS
     direction = normal(frames, classes, seed=1)
@@ -94,7 +94,7 @@ def test_values_gradients_and_paths_equal_the_enumeration_of_alignments(target):
     # alignments are paths, one to one
     best = logchain.viterbi(**arguments._asdict())
     assert distance(best.score, weights.max()) <= NATS
-    labels = adapters.ctc_labels(best.states, torch.tensor(target), len(target))
+    labels = alignment.ctc_labels(best.states, torch.tensor(target), len(target))
     assert labels.tolist() == every[weights.argmax()].tolist()
     paths = logchain.topk_paths(**arguments._asdict(), k=len(every) + 1)
     assert distance(paths.scores[:-1], weights.sort(descending=True).values) <= NATS
@@ -116,11 +116,11 @@ def test_impossible_targets_have_gradient_zero():
 
 def test_labels_of_alignments_are_the_targets():
     log_probs = normal(20, 6, 7).log_softmax(-1)
-    arguments = adapters.from_ctc(log_probs, torch.tensor(TARGETS), FRAMES, LABELS)._asdict()
+    arguments = alignment.from_ctc(log_probs, torch.tensor(TARGETS), FRAMES, LABELS)._asdict()
     drawn = logchain.sample(**arguments, num_samples=2, generator=seeded())
     states = torch.cat([logchain.viterbi(**arguments).states[None], drawn])
-    labels = adapters.ctc_labels(states, torch.tensor(TARGETS), LABELS)
-    assert labels.equal(adapters.ctc_labels(states, torch.tensor(TOGETHER), LABELS))
+    labels = alignment.ctc_labels(states, torch.tensor(TARGETS), LABELS)
+    assert labels.equal(alignment.ctc_labels(states, torch.tensor(TOGETHER), LABELS))
     for rows in labels.tolist():
         for row, frames, target, count in zip(rows, FRAMES, TARGETS, LABELS, strict=True):
             aligned = [] if frames == 9 else target[:count]  # that one is impossible

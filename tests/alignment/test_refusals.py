@@ -1,22 +1,22 @@
-"""What `logchain.adapters` refuses, and that the argument is named."""
+"""What `logchain.alignment` refuses, and that the argument is named."""
 
 import pytest
 import torch
 
-from logchain import adapters
+from logchain import alignment
 
 
 def ctc(**others):
     usual = {"log_probs": torch.zeros(5, 2, 4), "targets": torch.ones(2, 3, dtype=torch.int64)}
-    return adapters.from_ctc(**{**usual, "input_lengths": (5, 5), "target_lengths": (3, 1), **others})
+    return alignment.from_ctc(**{**usual, "input_lengths": (5, 5), "target_lengths": (3, 1), **others})
 
 
 def labels(states):
-    return adapters.ctc_labels(torch.tensor(states), torch.ones(2, 3, dtype=torch.int64), (3, 1))
+    return alignment.ctc_labels(torch.tensor(states), torch.ones(2, 3, dtype=torch.int64), (3, 1))
 
 
 def arcs(rows, *others):
-    return adapters.from_arcs(torch.zeros(5, 4), torch.tensor(rows), torch.zeros(len(rows)), *others)
+    return alignment.from_arcs(torch.zeros(5, 4), torch.tensor(rows), torch.zeros(len(rows)), *others)
 
 
 CTC = [
@@ -41,11 +41,11 @@ ARCS = [
     (lambda: arcs([0, 1, 2]), ValueError, r"arcs: expected \[arcs, 3\], at least one, got \[3\]"),
     (lambda: arcs([[0, 3, 2]], torch.zeros(3)), ValueError, r"final: expected \[states\], at least 4, got \[3\]"),
     (lambda: arcs([[0, 1, 2]], torch.zeros(2), "0"), TypeError, "start: expected an integer, got '0'"),
-    (lambda: adapters.openfst_arcs("0 1 2 0.5\n0 1 0"), ValueError, "text: expected no epsilon arc .* got '0 1 0'"),
-    (lambda: adapters.openfst_arcs("0 1 2 3 0.5"), ValueError, "text: expected lines .* got '0 1 2 3 0.5'"),
-    (lambda: adapters.openfst_arcs("0 1 a 0.5"), ValueError, "text: expected lines .* got '0 1 a 0.5'"),
-    (lambda: adapters.openfst_arcs("0 1 -1"), ValueError, "text: expected lines .* got '0 1 -1'"),
-    (lambda: adapters.openfst_arcs(" \n0"), ValueError, "text: expected at least one arc"),
+    (lambda: alignment.openfst_arcs("0 1 2 0.5\n0 1 0"), ValueError, "text: expected no epsilon arc .* got '0 1 0'"),
+    (lambda: alignment.openfst_arcs("0 1 2 3 0.5"), ValueError, "text: expected lines .* got '0 1 2 3 0.5'"),
+    (lambda: alignment.openfst_arcs("0 1 a 0.5"), ValueError, "text: expected lines .* got '0 1 a 0.5'"),
+    (lambda: alignment.openfst_arcs("0 1 -1"), ValueError, "text: expected lines .* got '0 1 -1'"),
+    (lambda: alignment.openfst_arcs(" \n0"), ValueError, "text: expected at least one arc"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`adapters.from_arcs` sums over all paths of a graph; `openfst_arcs` reads the text that OpenFst prints."""
+"""`alignment.from_arcs` sums over all paths of a graph; `openfst_arcs` reads the text that OpenFst prints."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import adapters
+from logchain import alignment
 from tests.adapted import NATS, SHARE, distance, gradients, normal, seeded
 
 CLASSES, STATES = 4, 4
@@ -55,7 +55,7 @@ def test_partition_equals_the_sum_over_paths(seed, frames):
     arcs, scores, final = graph(seed)
     leaves = log_probs, scores, final = [one.requires_grad_() for one in (normal(frames, CLASSES), scores, final)]
     truth = total(log_probs, arcs, scores, final, start=2)
-    ours = logchain.product(**adapters.from_arcs(log_probs, arcs, scores, final, start=2)._asdict())
+    ours = logchain.product(**alignment.from_arcs(log_probs, arcs, scores, final, start=2)._asdict())
     assert truth.isfinite() and distance(ours, truth) <= NATS
     for mine, theirs in gradients(leaves, ours, truth):
         assert distance(mine, theirs) <= SHARE
@@ -65,11 +65,11 @@ def test_arcs_with_label_minus_one_are_final_weights():
     arcs, scores, final = graph()
     log_probs = normal(2, 3, 5, CLASSES)
     lengths = torch.tensor([[5, 1, 3], [2, 5, 4]])
-    k2 = adapters.from_arcs(log_probs, *with_final_arcs(arcs, scores, final), lengths=lengths)
+    k2 = alignment.from_arcs(log_probs, *with_final_arcs(arcs, scores, final), lengths=lengths)
     ours = logchain.product(**k2._asdict())
     for sequence, frames, found in zip(log_probs.view(-1, 5, CLASSES), lengths.flatten(), ours.flatten(), strict=True):
         assert distance(found, total(sequence[:frames], arcs, scores, final, start=0)) <= NATS
-    lists = adapters.from_arcs(log_probs, arcs, scores, final, lengths=lengths.tolist())
+    lists = alignment.from_arcs(log_probs, arcs, scores, final, lengths=lengths.tolist())
     assert distance(logchain.product(**lists._asdict()), ours) <= NATS
 
 
@@ -77,7 +77,7 @@ def test_states_are_pairs_of_target_and_label():
     arcs, scores, final = graph()
     arcs, scores = arcs[:-1], scores[:-1]
     log_probs = normal(5, CLASSES)
-    best = logchain.viterbi(**adapters.from_arcs(log_probs, arcs, scores, final)._asdict())
+    best = logchain.viterbi(**alignment.from_arcs(log_probs, arcs, scores, final)._asdict())
     pairs = arcs[:, 1:].unique(dim=0)[best.states]
     weights = [
         sum(scores[arc] + log_probs[frame, arcs[arc, 2]] for frame, arc in enumerate(path)) + final[arcs[path[-1], 1]]
@@ -93,7 +93,7 @@ def test_graph_without_two_arcs_in_a_row(frames):
     arcs = torch.tensor([[0, 1, 2], [1, 2, -1]])
     scores = torch.tensor([0.5, 0.25], requires_grad=True)
     log_probs = torch.zeros(frames, CLASSES, requires_grad=True)
-    ours = logchain.product(**adapters.from_arcs(log_probs, arcs, scores)._asdict())
+    ours = logchain.product(**alignment.from_arcs(log_probs, arcs, scores)._asdict())
     assert math.isclose(ours.item(), 0.75 if frames == 1 else -math.inf, rel_tol=1e-6)
     ours.backward()
     torch.testing.assert_close(scores.grad, torch.full_like(scores, 2.0 - frames))
@@ -102,18 +102,20 @@ def test_graph_without_two_arcs_in_a_row(frames):
 
 def test_openfst_text_has_its_weights():
     text = "3 0 1 0.5\n3 2 2\n\n0 0 1 1.5\n0 2 3 0.25\n2\n0 0.125\n1 Infinity\n"
-    arcs, scores, final, start = adapters.openfst_arcs(text)
+    arcs, scores, final, start = alignment.openfst_arcs(text)
     assert start == 3 and final.tolist() == [-0.125, -math.inf, 0.0, -math.inf]
     log_probs = normal(3, CLASSES)
-    ours = logchain.product(**adapters.from_arcs(log_probs, arcs, scores, final, start)._asdict())
+    ours = logchain.product(**alignment.from_arcs(log_probs, arcs, scores, final, start)._asdict())
     one, three = log_probs[:, 1], log_probs[:, 3]
     weights = one[:2].sum() - 2.0 + torch.stack([one[2] - 1.5 - 0.125, three[2] - 0.25])
     assert distance(ours, weights.logsumexp(0)) <= NATS
     # without a final state nothing is possible
-    arguments = adapters.from_arcs(torch.zeros(2, 3, 4), *adapters.openfst_arcs("0 0 1"))
+    arguments = alignment.from_arcs(torch.zeros(2, 3, 4), *alignment.openfst_arcs("0 0 1"))
     assert logchain.product(**arguments._asdict()).tolist() == [-math.inf] * 2
 
 
 def test_final_weights_keep_their_digits_with_half_log_probs():
-    arguments = adapters.from_arcs(torch.full((3, 4), -8.0).bfloat16(), *adapters.openfst_arcs("0 0 1\n0 0.001953125"))
+    arguments = alignment.from_arcs(
+        torch.full((3, 4), -8.0).bfloat16(), *alignment.openfst_arcs("0 0 1\n0 0.001953125")
+    )
     assert logchain.product(**arguments._asdict()).item() == -24.001953125
