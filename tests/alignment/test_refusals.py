@@ -31,7 +31,7 @@ CTC = [
     (lambda: ctc(input_lengths=[[5, 5]]), ValueError, r"input_lengths: .* each sequence, got shape \[1, 2\]"),
     (lambda: ctc(input_lengths="55"), TypeError, "input_lengths: expected integers, got '55'"),
     (lambda: ctc(blank=4), ValueError, "blank: expected a class from 0 to C - 1 = 3, got 4"),
-    (lambda: labels([[1], [1], [1]]), ValueError, r"states: expected \[..., 2, T\] .* got \[3, 1\]"),
+    (lambda: labels([[1], [1], [1]]), ValueError, r"dim: .* of 2 sequences in states \[3, 1\], got None"),
 ]
 ARCS = [
     (lambda: arcs([[0, 1, 4]]), ValueError, r"arcs: .* to C - 1 = 3, got \[0, 1, 4\] as arc 0"),
