@@ -39,8 +39,8 @@ def from_ctc(
         blank: the class of the states between labels.
         star: whether the label C, which is no class, is a star: a part of the recording without transcript. It lasts
             one frame or more, in which every class may occur, blank included: its log-weight is the `logsumexp` of all
-            classes, 0 for log-probabilities, as of torchaudio's star. A run of frames may be divided between a star
-            and its neighbors in several ways, all of which are summed.
+            classes, 0 for log-probabilities, as of torchaudio's star. No class is more probable, so that in the best
+            alignment a label next to a star lasts one frame where its frames repeat the class.
 
     Returns:
         Weights 0 and 1 in `Banded(values [N, 1, 3, 2 S + 1], (0, 1, 2))`, `x` `[N, T, 2 S + 1]` (S at least 1), -inf at
