@@ -110,7 +110,10 @@ def from_arcs(
     device, c = log_probs.device, graph.label.shape[-1]
     label, values, p0 = graph.label.to(device), graph.values.to(device), graph.p0.to(device)
     wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
-    x = wide.gather(-1, label.unsqueeze(-2).expand(*batch, frames, c)).view(-1, c)
+    if label.dim() == 1:  # shared: the gradient is faster
+        x = wide.reshape(-1, classes).index_select(1, label)
+    else:
+        x = wide.gather(-1, label[:, None].expand(-1, frames, -1)).view(-1, c)
     # frames of all sequences, concatenated
     last = torch.arange(1, math.prod(batch) + 1, device=device) * frames - 1
     ends = None if lengths is None else as_lengths(lengths, log_probs)
@@ -243,23 +246,21 @@ def _states_of_batch(batch: list[int], graphs: Sequence[Acceptor], classes: int)
             raise TypeError(f"arcs[{i}]: expected an Acceptor, got {type(graph).__name__}")
     if batch != [len(graphs)] or not graphs:
         raise ValueError(f"arcs: expected an acceptor for each sequence of batch {batch}, got {len(graphs)}")
-    states = [_states_of(graph, classes, f"[{i}]") for i, graph in enumerate(graphs)]
-    c = max(len(each.label) for each in states)
-    places = [each.indices[0] * c + each.indices[1] for each in states]
+    chains = [_states_of(graph, classes, f"[{i}]") for i, graph in enumerate(graphs)]
+    c = max(len(chain.label) for chain in chains)
+    places = [chain.indices[0] * c + chain.indices[1] for chain in chains]
     union = torch.cat(places).unique()
-    absent = states[0].values.new_full((len(union),), -math.inf)
-    values = [
-        absent.index_put((torch.searchsorted(union, place),), each.values)
-        for place, each in zip(places, states, strict=True)
-    ]
+    absent = chains[0].values.new_full((len(union),), -math.inf)
+    columns = [torch.searchsorted(union, place) for place in places]
+    values = [absent.index_put((at,), chain.values) for at, chain in zip(columns, chains, strict=True)]
 
     def stacked(tensors: list[Tensor], value: float = -math.inf) -> Tensor:
         return torch.stack([pad(tensor, (0, c - len(tensor)), value=value) for tensor in tensors])  # (N, c)
 
     return _States(
-        stacked([each.label for each in states], 0),
-        stacked([each.final for each in states]),
-        stacked([each.p0 for each in states]),
+        stacked([chain.label for chain in chains], 0),
+        stacked([chain.final for chain in chains]),
+        stacked([chain.p0 for chain in chains]),
         torch.stack([union // c, union % c]),
         torch.stack(values)[:, None],
     )

@@ -40,7 +40,8 @@ def from_ctc(
         star: whether the label C, which is no class, is a star: a part of the recording without transcript. It lasts
             one frame or more, in which every class may occur, blank included: its log-weight is the `logsumexp` of all
             classes, 0 for log-probabilities, as of torchaudio's star. No class is more probable, so that in the best
-            alignment a label next to a star lasts one frame where its frames repeat the class.
+            alignment a label next to a star lasts one frame where its frames repeat the class. `product` sums over all
+            divisions of frames between a star and its neighbors, and may exceed 0.
 
     Returns:
         Weights 0 and 1 in `Banded(values [N, 1, 3, 2 S + 1], (0, 1, 2))`, `x` `[N, T, 2 S + 1]` (S at least 1), -inf at

@@ -45,7 +45,7 @@ def align(
         - `log_prob`: the sum of `log_probs[t, label]` over these frames, in nats; -inf where no alignment is possible,
           NaN for a sequence that holds NaN, 0 past a target's end. `TokenSpan.score` of log-probabilities is
           `log_prob / (end - start)`.
-        - `confidence`: the mean over these frames of the posterior that the frame has this label of the target, given
+        - `confidence`: the mean over these frames of the posterior that the frame has this label, conditional on
           the target, from 0 to 1; NaN for a sequence that holds NaN, otherwise 0 where there are no frames. Low where
           the borders are uncertain, whereas a low `log_prob` says that the label does not match what was recorded.
 

@@ -109,7 +109,7 @@ def test_batch_of_graphs_equals_single_graphs(lengths):
         alignment.Acceptor(*sparse),
     ]
     leaves = log_probs, *scores = [
-        one.requires_grad_() for one in (normal(3, 5, CLASSES), *(a.scores for a in acceptors))
+        leaf.requires_grad_() for leaf in (normal(3, 5, CLASSES), *(a.scores for a in acceptors))
     ]
     chain = alignment.from_arcs(log_probs, acceptors, lengths=lengths)
     ours = logchain.product(**chain._asdict())

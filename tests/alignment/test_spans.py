@@ -36,8 +36,8 @@ def test_batch_has_the_spans_of_single_sequences():
     log_probs = normal(9, 5, 4)
     log_probs[5:, 1] = math.nan  # padding
     together = torch.cat([target[:count] for target, count in zip(targets, counts, strict=True)])
-    for given in (targets, together):
-        spans = alignment.align(log_probs, given, frames, counts, star=True)
+    for labels in (targets, together):
+        spans = alignment.align(log_probs, labels, frames, counts, star=True)
         for n, (length, count) in enumerate(zip(frames, counts, strict=True)):
             single = alignment.align(log_probs[:length, n], targets[n, : max(1, count)], length, count, star=True)
             for name, ours, theirs in zip(spans._fields, spans, single, strict=True):
