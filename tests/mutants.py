@@ -388,7 +388,7 @@ MUTANTS = [
     Mutant("confidence is a sum over frames", "logchain/alignment/spans.py", "share / (end - start).clamp(min=1)",
            "share", "tests/alignment/test_spans.py -k enumeration"),
     Mutant("a smaller graph of a batch has more starts and ends", "logchain/alignment/arcs.py",
-           "value: float = -math.inf", "value: float = 0.0", "tests/alignment/test_arcs.py -k batch"),
+           "padding_value=-math.inf", "padding_value=0.0", "tests/alignment/test_arcs.py -k batch"),
     Mutant("a lattice is cut at its longest path", "logchain/alignment/arcs.py",
            "_longest_path(arcs, start, ended) + 1", "_longest_path(arcs, start, ended)",
            "tests/alignment/test_arcs.py -k lattice"),

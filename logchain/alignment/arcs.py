@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_lengths, check_tensor
 from ..chain_arguments import ChainArguments
@@ -241,11 +242,9 @@ def _states_of(graph: Acceptor, classes: int, at: str = "") -> _States:
 
 def _states_of_batch(batch: list[int], graphs: Sequence[Acceptor], classes: int) -> _States:
     """The chains of several graphs, each with the transitions of all, which are -inf where it has none."""
-    for i, graph in enumerate(graphs):
-        if not isinstance(graph, Acceptor):
-            raise TypeError(f"arcs[{i}]: expected an Acceptor, got {type(graph).__name__}")
     if batch != [len(graphs)] or not graphs:
-        raise ValueError(f"arcs: expected an acceptor for each sequence of batch {batch}, got {len(graphs)}")
+        expected = f"an acceptor for each sequence of batch {batch}"
+        raise ValueError(f"arcs: expected {expected}, got {len(graphs)}; pass *acceptor for one that all share")
     chains = [_states_of(graph, classes, f"[{i}]") for i, graph in enumerate(graphs)]
     c = max(len(chain.label) for chain in chains)
     places = [chain.indices[0] * c + chain.indices[1] for chain in chains]
@@ -254,13 +253,11 @@ def _states_of_batch(batch: list[int], graphs: Sequence[Acceptor], classes: int)
     columns = [torch.searchsorted(union, place) for place in places]
     values = [absent.index_put((at,), chain.values) for at, chain in zip(columns, chains, strict=True)]
 
-    def stacked(tensors: list[Tensor], value: float = -math.inf) -> Tensor:
-        return torch.stack([pad(tensor, (0, c - len(tensor)), value=value) for tensor in tensors])  # (N, c)
-
+    padded = partial(pad_sequence, batch_first=True, padding_value=-math.inf)
     return _States(
-        stacked([chain.label for chain in chains], 0),
-        stacked([chain.final for chain in chains]),
-        stacked([chain.p0 for chain in chains]),
+        pad_sequence([chain.label for chain in chains], batch_first=True),
+        padded([chain.final for chain in chains]),
+        padded([chain.p0 for chain in chains]),
         torch.stack([union // c, union % c]),
         torch.stack(values)[:, None],
     )
@@ -271,6 +268,8 @@ def _checked(graph: Acceptor, classes: int | None = None, at: str = "") -> tuple
 
     `classes`: labels are below it. `at`: the place in a list of graphs.
     """
+    if not isinstance(graph, Acceptor):
+        raise TypeError(f"arcs{at}: expected an Acceptor, got {type(graph).__name__}")
     arcs, scores, final, start = graph
     check_integers(f"arcs{at}", arcs)
     check_tensor(f"scores{at}", scores, 1)
