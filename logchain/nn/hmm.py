@@ -5,8 +5,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters import ChainArguments
 from ..arguments import Lengths, check_choice, check_tensor
+from ..chain_arguments import ChainArguments
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths

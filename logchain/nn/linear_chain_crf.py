@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adapters import ChainArguments
 from ..arguments import (
     check_choice,
     check_device,
@@ -15,6 +14,7 @@ from ..arguments import (
     check_is_tensor,
     check_tensor,
 )
+from ..chain_arguments import ChainArguments
 from ..internals import is_jit_traced
 from ..log_prob import log_prob
 from ..marginals import marginals
