@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..arguments import as_lengths
 from ..chain_arguments import ChainArguments
 from .semiring import Semiring
 from .transition import Transition, check_parameter
@@ -83,8 +84,11 @@ class Duration(Transition):
         first = p0[..., None] + durations if log_params else p0[..., None] * durations
         states = x[..., None].expand(*x.shape, durations.shape[-1])
         if not right_censored:
-            states = states.clone()
-            states[..., -1, :, 1:] = -math.inf
+            v = x.shape[-2]
+            ends = v if lengths is None else as_lengths(lengths, x)[..., None]
+            last = torch.arange(1, v + 1, device=x.device) == ends  # ([*B,] v)
+            more = torch.arange(durations.shape[-1], device=x.device) > 0
+            states = states.masked_fill(last[..., None, None] & more, -math.inf)
         return ChainArguments(states.flatten(-2), self, first.flatten(-2), log_params, lengths)
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
