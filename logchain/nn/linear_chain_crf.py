@@ -152,7 +152,7 @@ class LinearChainCRF(nn.Module):
         >>> bool(crf.transitions.abs().max() <= 0.1)
         True
         """
-        for parameter in (self.start_transitions, self.end_transitions, self.transitions):
+        for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.1, 0.1)
 
     def extra_repr(self) -> str:
@@ -162,7 +162,8 @@ class LinearChainCRF(nn.Module):
 
     def __prepare_scriptable__(self) -> None:
         """Raise for `torch.jit.script`, which calls this, instead of an error of its compiler within the library."""
-        raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.script")
+        name = type(self).__name__
+        raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.script")
 
     def forward(
         self,
@@ -191,15 +192,7 @@ class LinearChainCRF(nn.Module):
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, unmasked = self._chain(emissions, mask)
         states = unmasked.gathered(self._checked(tags, emissions, unmasked))
-        log_likelihood = unmasked.zero_where_empty(log_prob(**chain._asdict(), states=states))
-        if reduction == "none":
-            return log_likelihood
-        if reduction == "mean":
-            return log_likelihood.sum() / max(len(log_likelihood), 1)
-        if reduction == "token_mean":
-            counted = max(tags.numel(), 1) if unmasked.inside is None else unmasked.inside.sum().clamp(min=1)
-            return log_likelihood.sum() / counted
-        return log_likelihood.sum()
+        return _reduced(log_prob(**chain._asdict(), states=states), unmasked, reduction, tags.numel())
 
     @torch.no_grad()
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
@@ -214,7 +207,8 @@ class LinearChainCRF(nn.Module):
         [[0, 1], [0]]
         """
         chain, unmasked = self._chain(emissions, mask)
-        return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], unmasked)]
+        states = viterbi(**chain._asdict()).states
+        return [row[0] for row in _lists(self._tags(states)[:, None], unmasked)]
 
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
@@ -229,7 +223,8 @@ class LinearChainCRF(nn.Module):
         """
         chain, unmasked = self._chain(emissions, mask)
         path = viterbi(**chain._asdict())
-        return Path(self._as_given(unmasked.spread(path.states, -1)), unmasked.zero_where_empty(path.score))
+        tags = unmasked.spread(self._tags(path.states), -1)
+        return Path(self._as_given(tags), unmasked.zero_where_empty(path.score))
 
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
@@ -249,7 +244,7 @@ class LinearChainCRF(nn.Module):
         if unmasked.empty is not None:
             no_tags = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
             scores = torch.where(unmasked.empty[:, None], no_tags, scores)
-        return _lists(paths.states, unmasked), scores
+        return _lists(self._tags(paths.states), unmasked), scores
 
     def sample(
         self,
@@ -274,8 +269,8 @@ class LinearChainCRF(nn.Module):
         """
         chain, unmasked = self._chain(emissions, mask)
         states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
-        states = unmasked.spread(states.movedim(0, -1), -1)  # (n, v, num_samples)
-        return self._as_given(states).movedim(-1, 0)
+        tags = unmasked.spread(self._tags(states).movedim(0, -1), -1)  # (n, v, num_samples)
+        return self._as_given(tags).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The posterior probability of each tag: see `logchain.marginals`.
@@ -289,7 +284,8 @@ class LinearChainCRF(nn.Module):
                  [0., 1.]]])
         """
         chain, unmasked = self._chain(emissions, mask)
-        return self._as_given(unmasked.spread(marginals(**chain._asdict()).states, 0.0))
+        states = marginals(**chain._asdict()).states
+        return self._as_given(unmasked.spread(states.unflatten(-1, (self.num_tags, -1)).sum(-1), 0.0))
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The log-partition `log Z` of each sequence: see `logchain.product`.
@@ -307,7 +303,8 @@ class LinearChainCRF(nn.Module):
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, _Sequences]:
         if is_jit_traced():
-            raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.trace")
+            name = type(self).__name__
+            raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.trace")
         _check(emissions, mask, self.num_tags, self.batch_first)
         check_device("emissions", emissions, self.transitions)
         if not self.batch_first:
@@ -317,6 +314,10 @@ class LinearChainCRF(nn.Module):
         # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
         return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
+
+    def _tags(self, states: Tensor) -> Tensor:
+        """The tags of the chain's states; -1 stays."""
+        return states
 
     def _checked(self, tags: Tensor, emissions: Tensor, unmasked: _Sequences) -> Tensor:
         """Tags as (n, v), after checks of their kind, their shape and, on a CPU, their values."""
@@ -362,6 +363,19 @@ def _with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
     last = steps == (v if lengths is None else lengths[:, None])  # (v) or (n, v)
     emissions = emissions.to(torch.promote_types(emissions.dtype, torch.float32))
     return emissions + torch.where(last[..., None], end, 0.0)
+
+
+def _reduced(log_likelihood: Tensor, unmasked: _Sequences, reduction: str, variables: int) -> Tensor:
+    """Log-likelihoods (n), their sum or a mean, of so many variables if none is masked."""
+    log_likelihood = unmasked.zero_where_empty(log_likelihood)
+    if reduction == "none":
+        return log_likelihood
+    if reduction == "mean":
+        return log_likelihood.sum() / max(len(log_likelihood), 1)
+    if reduction == "token_mean":
+        counted = max(variables, 1) if unmasked.inside is None else unmasked.inside.sum().clamp(min=1)
+        return log_likelihood.sum() / counted
+    return log_likelihood.sum()
 
 
 def _lists(states: Tensor, unmasked: _Sequences) -> list[list[list[int]]]:

@@ -43,17 +43,17 @@ def test_likelihoods_posteriors_and_best_paths_equal_the_segmentations(
     if longest < V and num_states == 1 and not right_censored:
         lengths = None
     hmm, data = semi_markov(family, num_states, longest, right_censored=right_censored), categories(5, V)
-    found, best = hmm.posterior(data, lengths=lengths), hmm.decode(data, lengths=lengths)
-    close(hmm.log_prob(data, lengths=lengths), array(found.log_norm))
+    posterior, best = hmm.posterior(data, lengths=lengths), hmm.decode(data, lengths=lengths)
+    close(hmm.log_prob(data, lengths=lengths), array(posterior.log_norm))
     for row, length in enumerate(lengths or [V] * 5):
-        every = weights(hmm, data[row, :length])
-        begins = segmentations.posterior(every, length, num_states, longest)
-        close(found.log_norm[row], segmentations.log_sum(every))
-        close(found.states[row, :length], segmentations.of_states(begins))
-        assert (found.states[row, length:] == 0).all() and (best.states[row, length:] == -1).all()
-        close(best.score[row], max(every.values()))
+        table = weights(hmm, data[row, :length])
+        begins = segmentations.posterior(table, length, num_states, longest)
+        close(posterior.log_norm[row], segmentations.log_sum(table))
+        close(posterior.states[row, :length], segmentations.of_states(begins))
+        assert (posterior.states[row, length:] == 0).all() and (best.states[row, length:] == -1).all()
+        close(best.score[row], max(table.values()))
         steps = tuple(best.states[row, :length].tolist())
-        top = [weight for segments, weight in every.items() if segmentations.steps_of(segments, length) == steps]
+        top = [weight for segments, weight in table.items() if segmentations.steps_of(segments, length) == steps]
         close(best.score[row], max(top))
 
 
@@ -62,10 +62,10 @@ def test_em_step_takes_the_expected_counts(right_censored):
     hmm, data = semi_markov(right_censored=right_censored), categories(5, V)
     begins, moves = np.zeros((C, D)), np.zeros((C, C))
     for row in data:
-        every = weights(hmm, row)
-        begins += segmentations.posterior(every, V, C, D).sum(0)
-        norm = segmentations.log_sum(every)
-        for segments, weight in every.items():
+        table = weights(hmm, row)
+        begins += segmentations.posterior(table, V, C, D).sum(0)
+        norm = segmentations.log_sum(table)
+        for segments, weight in table.items():
             for (state, *_), (following, *_) in zip(segments, segments[1:], strict=False):
                 moves[state, following] += np.exp(weight - norm)
     counts = hmm.posterior(data, transitions="sum").transitions
@@ -143,16 +143,16 @@ def test_draws_have_the_probabilities_of_segmentations(right_censored):
     states, data = hmm.sample(count, v, generator=seeded())
     assert data.shape == (count, v)
     nothing = torch.full((v,), torch.nan)
-    posterior = hmm.sample_posterior(nothing, count, generator=seeded(1))
-    every = weights(hmm, torch.zeros(v, dtype=torch.int64))
+    drawn_again = hmm.sample_posterior(nothing, count, generator=seeded(1))
+    table = weights(hmm, torch.zeros(v, dtype=torch.int64))
     log_p = array(hmm.emission(torch.zeros(1, dtype=torch.int64)))[0]
     shares = defaultdict(float)
-    for segments, weight in every.items():
+    for segments, weight in table.items():
         steps = segmentations.steps_of(segments, v)
         shares[steps] += np.exp(weight - log_p[list(steps)].sum())
     total = sum(shares.values())
     assert total == pytest.approx(1) if right_censored else total < 1
-    for drawn in (states, posterior):
+    for drawn in (states, drawn_again):
         assert set(map(tuple, drawn.tolist())) <= set(shares)
         for steps, share in shares.items():
             share = share / total
