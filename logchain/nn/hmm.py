@@ -53,9 +53,10 @@ class HMM(ChainModel):
         prior_total: likewise, see `Poisson`.
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
-        transition: a module of `logchain.nn.transitions`, such as `Banded`; or one that maps covariates to logits
-            `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a structure of `logchain.transitions` whose parameters
-            are logarithms. By default one trained matrix serves all steps.
+        transition: a module of `logchain.nn.transitions`, such as `Banded` or, for a hidden semi-Markov model,
+            `Durations`; or one that maps covariates to logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a
+            structure of `logchain.transitions` whose parameters are logarithms. By default one trained matrix serves
+            all steps.
         num_steps: the largest v, for a trained matrix at each step.
         generator: the source of randomness for the initial parameters.
 
@@ -144,6 +145,7 @@ class HMM(ChainModel):
 
         Returns:
             `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
+            With `Durations`, states count steps: state s with r more steps is number `s D + r`.
 
         >>> from logchain import entropy
         >>> hmm = HMM(2, "poisson")
@@ -191,6 +193,7 @@ class HMM(ChainModel):
         """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
         `transitions` is None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
+        With `Durations` those are of moves between segments, and of the durations of all segments but the first.
 
         Returns:
             `Marginals(states [*B, v, c], transitions, log_norm [*B])`; `log_norm` is `log p(data)` in nats.
