@@ -20,7 +20,7 @@ from .hmm import HMM, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
-from .semi_markov_crf import Segment, SemiMarkovCRF
+from .semi_markov_crf import SemiMarkovCRF
 
 __all__ = [
     "HMM",
@@ -41,7 +41,6 @@ __all__ = [
     "Mixture",
     "Poisson",
     "Sample",
-    "Segment",
     "SemiMarkovCRF",
     "SumLayer",
     "em_step",

@@ -1,11 +1,11 @@
 """The semi-Markov conditional random field: segments of a tag, whose durations have log-weights."""
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_choice, check_device, check_is_tensor
+from ..arguments import check_choice
 from ..chain_arguments import ChainArguments
 from ..log_prob import log_prob
 from ..marginals import marginals
@@ -13,21 +13,7 @@ from ..tensors import is_readable
 from ..transitions import Duration
 from ..viterbi import viterbi
 from .checks import check_count
-from .linear_chain_crf import LinearChainCRF, _lists, _reduced, _Sequences
-
-
-class Segment(NamedTuple):
-    """A segment of `SemiMarkovCRF.decode_segments`.
-
-    Attributes:
-        tag: its tag.
-        first: its first step, counted without masked ones.
-        duration: the number of its steps.
-    """
-
-    tag: int
-    first: int
-    duration: int
+from .linear_chain_crf import LinearChainCRF, Sequences, as_lists, check_mask, reduced
 
 
 class SemiMarkovCRF(LinearChainCRF):
@@ -73,8 +59,8 @@ class SemiMarkovCRF(LinearChainCRF):
     ...     _ = crf.transitions.fill_diagonal_(-torch.inf)
     ...     crf.durations[1, 0] = -torch.inf  # segments of tag 1 take two steps or three
     >>> emissions = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [0.5, 0.0], [1.0, 0.0]]])
-    >>> crf.decode_segments(emissions)
-    [[Segment(tag=0, first=0, duration=1), Segment(tag=1, first=1, duration=2), Segment(tag=0, first=3, duration=1)]]
+    >>> crf.decode_segments(emissions)  # tag, first step, duration
+    [[(0, 0, 1), (1, 1, 2), (0, 3, 1)]]
     >>> crf.decode(emissions)
     [[0, 1, 1, 0]]
     >>> -crf(emissions, torch.tensor([[0, 1, 1, 0]]))
@@ -105,18 +91,11 @@ class SemiMarkovCRF(LinearChainCRF):
         *,
         begins: Tensor | None = None,
     ) -> Tensor:
-        """The log-likelihood of a segmentation; its negative is the training loss. See `LinearChainCRF.forward`.
+        """The log-likelihood of a segmentation; its negative is the training loss.
 
-        Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            tags: integers `[v, n]`, or `[n, v]` if `batch_first`: the tag of each step. A change of tag begins a
-                segment.
-            mask: `[v, n]` or `[n, v]`, see `LinearChainCRF`; masked steps take no part in durations.
-            reduction: see `LinearChainCRF.forward`; "token_mean" divides by the number of steps.
-            begins: bool, of the shape of the tags; True begins another segment of the same tag.
-
-        Returns:
-            Nats, `[n]` or `[]`. Exactly -inf, with gradient 0, for a segmentation that is impossible.
+        Arguments and result are those of `LinearChainCRF.forward`. The tags are those of steps, and a change of tag
+        begins a segment. `begins`, bool or integers of the shape of the tags, is nonzero where one begins after a
+        segment of the same tag. Masked steps take no part in durations.
 
         >>> crf = SemiMarkovCRF(2, 2, batch_first=True)
         >>> tags = torch.zeros(1, 3, dtype=torch.int64)
@@ -133,12 +112,14 @@ class SemiMarkovCRF(LinearChainCRF):
         steps = unmasked.gathered(self._checked(tags, emissions, unmasked))
         changes = steps[:, 1:] != steps[:, :-1]
         if begins is not None:
-            changes = changes | unmasked.gathered(self._checked_begins(begins, tags)).bool()[:, 1:]
+            check_mask("begins", begins, emissions)
+            begins = unmasked.gathered(begins if self.batch_first else begins.T)
+            changes = changes | begins[:, 1:].bool()
         states = self._states(steps, changes, unmasked.lengths)
-        return _reduced(log_prob(**chain._asdict(), states=states), unmasked, reduction, tags.numel())
+        return reduced(log_prob(**chain._asdict(), states=states), unmasked, reduction, tags.numel())
 
     @torch.no_grad()
-    def decode_segments(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[Segment]]:
+    def decode_segments(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[tuple[int, int, int]]]:
         """The most probable segmentation of each sequence.
 
         Returns:
@@ -147,11 +128,18 @@ class SemiMarkovCRF(LinearChainCRF):
 
         >>> crf = SemiMarkovCRF(2, 3, batch_first=True)
         >>> crf.decode_segments(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
-        [[Segment(tag=0, first=0, duration=1), Segment(tag=1, first=1, duration=1)]]
+        [[(0, 0, 1), (1, 1, 1)]]
         """
         chain, unmasked = self._chain(emissions, mask)
-        paths = _lists(viterbi(**chain._asdict()).states[:, None], unmasked)
-        return [self._segments(path) for (path,) in paths]
+        paths, longest = as_lists(viterbi(**chain._asdict()).states[:, None], unmasked), self.max_duration
+        return [
+            [
+                (state // longest, step, state % longest + 1)
+                for step, state in enumerate(path)
+                if state >= 0 and (step == 0 or path[step - 1] % longest == 0)
+            ]
+            for (path,) in paths
+        ]
 
     def segment_marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The posterior probability that a segment of a tag begins at a step and has a duration.
@@ -171,7 +159,7 @@ class SemiMarkovCRF(LinearChainCRF):
         begins = torch.cat([first, moves.durations], 1)
         return self._as_given(unmasked.spread(begins.flatten(-2), 0.0).view_as(begins))
 
-    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, _Sequences]:
+    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
         (x, transitions, start, _, lengths), unmasked = super()._chain(emissions, mask)
         assert isinstance(transitions, Tensor)
         structure = Duration(transitions[0], self.durations.to(x.dtype))
@@ -193,27 +181,8 @@ class SemiMarkovCRF(LinearChainCRF):
         last = torch.where(ends, steps, v).flip(1).cummin(1).values.flip(1)
         left = last - steps
         if is_readable(left) and left.numel() and (longest := int(left.max()) + 1) > self.max_duration:
-            remedy = "pass a larger max_duration to the layer, or begins"
+            got = f"{self.max_duration} steps, got one of {longest}"
             raise ValueError(
-                f"tags: expected segments of at most {self.max_duration} steps, got one of {longest}; {remedy}"
+                f"tags: expected segments of at most {got}; pass a larger max_duration to the layer, or begins"
             )
         return torch.where(left < self.max_duration, tags * self.max_duration + left, -1)
-
-    def _checked_begins(self, begins: Tensor, tags: Tensor) -> Tensor:
-        """Begins as (n, v), after checks of their kind and shape."""
-        check_is_tensor("begins", begins)
-        if begins.dtype != torch.bool:
-            raise TypeError(f"begins: expected bool, got {str(begins.dtype)[6:]}")
-        if begins.shape != tags.shape:
-            raise ValueError(f"begins: expected shape {list(tags.shape)}, got {list(begins.shape)}")
-        check_device("begins", begins, tags)
-        return begins if self.batch_first else begins.T
-
-    def _segments(self, states: list[int]) -> list[Segment]:
-        segments: list[Segment] = []
-        first = 0
-        while first < len(states) and states[first] >= 0:
-            tag, more = divmod(states[first], self.max_duration)
-            segments.append(Segment(tag, first, more + 1))
-            first += more + 1
-        return segments

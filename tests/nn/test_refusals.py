@@ -73,7 +73,7 @@ CALLS = [
     (lambda: torch.jit.script(TAGGER), NotImplementedError, r"expected .* got torch\.jit\.script"),
     (lambda: torch.jit.trace(TAGGER, (EMISSIONS, TAGS)), NotImplementedError, r"expected .* got torch\.jit\.trace"),
     (lambda: SemiMarkovCRF(5, 0), ValueError, "max_duration: expected a positive integer, got 0"),
-    (lambda: segmented(torch.zeros(2, 3)), TypeError, "begins: expected bool, got float32"),
+    (lambda: segmented(torch.zeros(2, 3)), TypeError, "begins: expected bool or integers, got float32"),
     (lambda: segmented(torch.zeros(3, 2).bool()), ValueError, r"begins: expected shape \[2, 3\], got \[3, 2\]"),
     (lambda: torch.jit.script(SemiMarkovCRF(2, 2)), NotImplementedError, "^SemiMarkovCRF: expected torch.compile"),
     (lambda: HMM(0, "poisson"), ValueError, "num_states: expected a positive integer, got 0"),

@@ -106,10 +106,6 @@ class Durations(TransitionWeights):
             raise ValueError("matrix: expected a diagonal of 0, since the durations say how long a state lasts")
         return matrix.flatten()[1:].view(c - 1, c + 1)[:, :-1].reshape(c, c - 1), parameters[1]
 
-    def extra_repr(self) -> str:
-        """Whether the last segment has to end."""
-        return f"right_censored={self.right_censored}"
-
 
 class FamilyWeights(LogWeights):
     """Log-probabilities `[c, K]` of the integers from 0 to K - 1 under a family, normalized."""
