@@ -47,6 +47,7 @@ STRUCTURES = "tests/kernels/test_structures.py -k 'arcs or bands or sizes'"
 BEST = "tests/kernels/test_structure_paths.py -k 'lowest or known'"
 STACKS = "tests/test_matrix_product.py -k 'contract or verdicts or grow or fall'"
 OF_FEW = "tests/test_marginals.py -k few_states"
+SEGMENTS, DURATION = "tests/transitions/test_durations.py -k ", "logchain/transitions/duration.py"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -274,6 +275,16 @@ MUTANTS = [
     Mutant("posteriors of structures ignore the weight", "logchain/autograd/logarithms.py",
            "steps.layout.grouped(weight.double()) if", "steps.layout.grouped(weight.double() * 0 + 1) if",
            table(f"{VALUES} and plain-banded")),
+    Mutant("a last segment goes on past the end", DURATION, "if not right_censored:", "if right_censored:",
+           SEGMENTS + "compositions"),
+    Mutant("a first segment begins in the sequence before", DURATION, "cu_seqlens[:-1].long()] = True", "0] = True",
+           SEGMENTS + "packed"),
+    Mutant("the first segment begins nowhere", DURATION, "cat([posteriors[..., :1", "cat([0 * posteriors[..., :1",
+           SEGMENTS + "expected_counts"),
+    Mutant("of equal states before the highest is best", DURATION, "(following < source)", "(following > source)",
+           SEGMENTS + "'equal or before'"),
+    Mutant("a transposed segment ends in its last step", DURATION, "counts[..., :-1]], -1)", "counts[..., 1:]], -1)",
+           SEGMENTS + "messages"),
     Mutant("weights that no sequence uses are NaN", "logchain/autograd/logarithms.py",
            "    operands = _without(operands, weight == 0)\n", "",
            "tests/kernels/test_structures.py -k nan_of_weight_zero"),

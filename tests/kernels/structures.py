@@ -198,6 +198,15 @@ def dense(structure: transitions.Transition) -> Tensor:
                 return matrix
             diagonal = nothing.diagonal_scatter(others[1].expand(nothing.shape[:-1]), 0, -2, -1)
             return _sum(torch.stack([matrix.expand_as(nothing), diagonal]), 0)
+        case transitions.Duration():
+            longest = others[0].shape[-1]
+            for source in range(c):
+                if source % longest:
+                    nothing[..., source, source - 1] = 0.0
+                else:
+                    entries = first[..., source // longest, :, None] + others[0]
+                    nothing[..., source, :] = entries.flatten(-2)
+            return nothing
         case transitions.BlockDiagonal():
             places = torch.arange(c).view(first.shape[-3:-1])
             nothing[..., places[:, :, None], places[:, None]] = first
