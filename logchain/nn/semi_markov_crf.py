@@ -153,10 +153,8 @@ class SemiMarkovCRF(LinearChainCRF):
         tensor([[1., 1., 1.]])
         """
         chain, unmasked = self._chain(emissions, mask)
-        states, moves, _ = marginals(**chain._asdict(), transitions="full")
-        assert isinstance(moves, Duration)
-        first = states[:, :1].unflatten(-1, (self.num_tags, self.max_duration))
-        begins = torch.cat([first, moves.durations], 1)
+        assert isinstance(chain.bulk, Duration)
+        begins = chain.bulk.marginal_segments(marginals(**chain._asdict(), transitions="full")).durations
         return self._as_given(unmasked.spread(begins.flatten(-2), 0.0).view_as(begins))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
