@@ -211,6 +211,8 @@ class HMM(ChainModel):
         """
         chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
         posterior = marginals(**chain._asdict(), transitions=transitions)
+        if not isinstance(chain.bulk, Duration):
+            return posterior
         return posterior._replace(states=posterior.states.unflatten(-1, (self.num_states, -1)).sum(-1))
 
     def decode(
@@ -338,7 +340,8 @@ class HMM(ChainModel):
 
     def _states(self, paths: Tensor, chain: ChainArguments) -> Tensor:
         """The states of the model on paths of a chain that may count steps; -1 stays."""
-        return paths // (chain.x.shape[-1] // self.num_states)
+        counted = chain.x.shape[-1] // self.num_states
+        return paths // counted if counted > 1 else paths
 
     def _transitions(
         self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None

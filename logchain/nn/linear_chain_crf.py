@@ -284,8 +284,7 @@ class LinearChainCRF(nn.Module):
                  [0., 1.]]])
         """
         chain, unmasked = self._chain(emissions, mask)
-        states = marginals(**chain._asdict()).states
-        return self._as_given(unmasked.spread(states.unflatten(-1, (self.num_tags, -1)).sum(-1), 0.0))
+        return self._as_given(unmasked.spread(marginals(**chain._asdict()).states, 0.0))
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The log-partition `log Z` of each sequence: see `logchain.product`.

@@ -141,6 +141,11 @@ class SemiMarkovCRF(LinearChainCRF):
             for (path,) in paths
         ]
 
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The posterior probability of each tag at each step: see `LinearChainCRF.marginals`."""
+        states: Tensor = super().marginals(emissions, mask).unflatten(-1, (self.num_tags, self.max_duration))
+        return states.sum(-1)
+
     def segment_marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The posterior probability that a segment of a tag begins at a step and has a duration.
 
