@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import kernels
-from .internals import is_fake, is_transformed
+from .internals import is_fake
 from .kernels.chain import longest
-from .kernels.weights import Weights, check_weights, has_negative
+from .kernels.weights import Weights
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -66,56 +65,6 @@ def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None
         raise ValueError(f"{name}: expected at least {axes} axes, got shape {list(value.shape)}")
     if like is not None:
         check_device(name, value, like)
-
-
-def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False, part: bool = False) -> None:
-    """Check kinds and sizes of the operands of a chain.
-
-    `in_pieces`: x and bulk may be on the host with p0 on a GPU. `part`: there may be no variable, and a matrix into
-    each.
-    """
-    check_tensor("x", x, 2)
-    check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
-    check_tensor("p0", p0, 1, like=None if in_pieces else x)
-    if in_pieces:
-        host = ("cpu",) if kernels.on_gpu(p0) else ()
-        for name, value in (("x", x), ("bulk", bulk)):
-            if value.device != p0.device and value.device.type not in host:
-                raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
-    *batch, v, c = x.shape
-    if c < 1 or (v < 1 and not part):
-        expected = "one state" if part else "one variable and one state"
-        raise ValueError(f"x: expected at least {expected} [..., v, c], got {list(x.shape)}")
-    lead, steps = batch_sizes(batch, bulk.dim() - 3), (1, max(0, v - 1), v) if part else (1, v - 1)
-    check_sizes("bulk", bulk, (*lead, steps, (c,), (c,)), x, steps=len(lead))
-    check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
-
-
-def check_question(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    log_params: bool,
-    lengths: Lengths | None,
-    *,
-    in_pieces: bool = False,
-    prefix: str = "",
-) -> Tensor | None:
-    """Check the arguments that all functions of a chain share; returns the lengths as int64 [*B] on p0's device."""
-    check_chain(x, bulk, p0, in_pieces=in_pieces)
-    check_flag("log_params", log_params)
-    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
-    check_signs(bulk if x.shape[-2] > 1 else None, p0, log_params, prefix)
-    return ends
-
-
-def check_signs(bulk: Tensor | None, p0: Tensor, log_params: bool, prefix: str = "") -> None:
-    """Raise on a CPU for a weight below 0 in p0, or in a matrix that serves all steps."""
-    if log_params or not kernels.in_c(p0) or torch.compiler.is_compiling() or is_transformed() or not has_values(p0):
-        return
-    for name, weights in (("bulk", bulk if bulk is not None and bulk.shape[-3] == 1 else None), ("p0", p0)):
-        if weights is not None and has_values(weights) and has_negative(weights):
-            check_weights(Weights(prefix + name, weights))
 
 
 def batch_sizes(batch: list[int], axes: int) -> list[tuple[int, ...]]:

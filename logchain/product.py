@@ -130,7 +130,7 @@ def product(
     elif alone and strategy == "auto" and progress is False:
         # a chain that one thread of a CPU computes is one call of C, whose arguments are cached by shapes
         keep = differentiated(x, bulk, p0)
-        short = short_of(x, bulk, p0, log_params, choose.is_sequential)
+        short = short_of(x, bulk, p0, log_params)
         if short is not None:
             return short_log_norm(short, x, bulk, p0, log_params, keep)
     strategy = choose.check_options(strategy, memory_budget, {"cu_seqlens": cu_seqlens is not None})

@@ -9,18 +9,18 @@ The arguments `segments` and `warm_up` are the schedule, see `schedules.choose.S
 derivatives are those of torch's autograd through `scan`, whichever schedule computed the log-partition.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_chain
 from ..kernels.chain import Layout, arithmetic_dtype
 from ..kernels.message import Kept
-from ..operands import Operands
+from ..operands import Operands, check_chain
 from ..rescues import report_chains
+from ..schedules import choose
 from ..schedules import segments as by_segments
 from ..schedules.choose import SEQUENTIAL, Schedule
 from ..tensors import empty_gradients, is_plain
@@ -87,31 +87,23 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
     return saved._replace(log_norm=in_order)
 
 
-def _go_together(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """True; raises if the operands do not go together."""
-    check_chain(x, bulk, p0)
-    return True
+def short_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
+    """The `kernels.cpu.template.Short` of operands that one thread of a CPU scans in one call of C; None for others.
 
-
-def short_of(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    log_params: bool,
-    wanted: Callable[..., bool] = _go_together,
-) -> Any:
-    """The `kernels.cpu.template.Short` of operands on a CPU, which computes them in one call of C; None for all others.
-
-    `wanted` checks the operands and says whether to take a `Short`; it is called once for all chains of the same
-    shapes, strides, dtypes and `log_params`.
+    Operands are checked, once for all of the same shapes, strides, dtypes and `log_params`.
     """
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
-        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, wanted)
+        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, _is_one_scan)
     except (AttributeError, RuntimeError):  # an operand that is no dense tensor
         check_chain(x, bulk, p0)
         raise
+
+
+def _is_one_scan(x: Tensor, bulk: Tensor, p0: Tensor) -> bool:
+    check_chain(x, bulk, p0)
+    return not choose.Size.of(x, bulk, p0, False).idle and choose.of(x, bulk, p0, False) == SEQUENTIAL
 
 
 def _is_cut(x: Tensor, segments: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_alone, check_chain, check_choice
+from ..arguments import check_alone, check_choice
 from ..internals import constant_in_graphs
 from ..kernels.chain import FEW_STATES, arithmetic_dtype, has_idle_threads
 
@@ -82,18 +82,6 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto
         cut = name == "segments" and not (lengths and kernels.on_gpu(p0))
         return Schedule(*(map(int, numbers) if numbers else [_UNKNOWN])) if cut else SEQUENTIAL
     return choose(Size.of(x, bulk, p0, lengths), kernels.on_gpu(p0), strategy)[0]
-
-
-def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """Whether operands, which are checked, take one scan."""
-    check_chain(x, bulk, p0)
-    return of(x, bulk, p0, False) == SEQUENTIAL
-
-
-def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """Whether forward and backward messages of operands, which are checked, are computed one after the other."""
-    check_chain(x, bulk, p0)
-    return not Size.of(x, bulk, p0, False).idle
 
 
 @constant_in_graphs
