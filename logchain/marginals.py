@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .arguments import Lengths, check_choice
 from .autograd.dense_operators import short_of
-from .autograd.structures import posteriors
+from .autograd.log_partition import posteriors
 from .chain import Chain
 from .operands import Operands
 from .rescues import report_chains

@@ -155,12 +155,14 @@ def _warn_of_former(name: str) -> None:
     warnings.warn(f"strategy: {name!r} is now {now!r}; pass {now!r} or 'auto'", FutureWarning, stacklevel=5)
 
 
-def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> str:
-    """The strategy; raises for arguments of a wrong kind, and for a strategy with an option that needs one scan."""
+def check_options(strategy: object, memory_budget: object, excluded: dict[str, bool]) -> str:
+    """The strategy; raises for arguments of a wrong kind, and for those that what is `excluded` has not."""
     name = check_strategy(strategy)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
+    if memory_budget is not None:
+        check_alone("memory_budget", memory_budget, "None", excluded)
     if name not in ("auto", "sequential"):
-        options = {**options, "memory_budget": memory_budget is not None}
-        check_alone("strategy", strategy, "'auto' or 'sequential'", options)
+        excluded = {**excluded, "memory_budget": memory_budget is not None}
+        check_alone("strategy", strategy, "'auto' or 'sequential'", excluded)
     return name
