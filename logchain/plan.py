@@ -62,10 +62,8 @@ def plan(
     sequential: too short for segments
     about 880,000 bytes
     """
-    name, saved = (
-        choose.check_options(strategy, memory_budget, {"a structure as bulk": isinstance(bulk, Transition)}),
-        None,
-    )
+    excluded, saved = {"a structure as bulk": isinstance(bulk, Transition)}, None
+    name = choose.check_options(strategy, memory_budget, excluded)
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
