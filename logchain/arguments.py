@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .internals import is_fake
-from .kernels.chain import longest
+from .kernels.chain import check_ends
 from .kernels.weights import Weights
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -167,7 +167,7 @@ def as_lengths(
 def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
     """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
     if has_values(lengths):
-        longest(lengths, v, least)
+        check_ends(lengths, v, least)
 
 
 def check_flag(name: str, value: object) -> None:

@@ -85,10 +85,10 @@ class Operands(NamedTuple):
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
-    def dense_chain(self, *, by_log: bool = False, whole: bool = False) -> Chain:
+    def dense_chain(self, *, by_log: bool = False) -> Chain:
         """The operands with dense matrices as kernels take them; see `kernels.chain.Chain.of`."""
         starts = self.packed.starts if self.packed else None
-        return Chain.of(*self.dense, starts, by_log=by_log, whole=whole)
+        return Chain.of(*self.dense, starts, by_log=by_log)
 
     def with_checked_lengths(self) -> "Operands":
         """The operands for torch operations, which read no lengths, also where torch traces or maps them."""

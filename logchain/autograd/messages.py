@@ -52,8 +52,7 @@ def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_p
         return _by_scan(Operands(x, Dense(bulk), p0, lengths, log_params))
     chain = Chain.of(x, bulk, p0, lengths, log_params)
     first, last = chain.layout.steps_first(forward), chain.layout.steps_first(backward)
-    first[chain.v :] = last[chain.v :] = -torch.inf
-    values = kernels.load("cpu.dense").messages(chain, first[: chain.v], last[: chain.v])
+    values = kernels.load("cpu.dense").messages(chain, first, last)
     log_norm.copy_(chain.layout.batched(values))
     return forward, backward, log_norm
 
