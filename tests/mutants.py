@@ -231,7 +231,7 @@ MUTANTS = [
            "        bulk = torch.where(padding[..., None, None], identity.log() if log_params else identity, bulk)\n",
            "", table(f"{LENGTHS} and cpu-tree")),
     Mutant("a tree loses the largest weights", "logchain/autograd/tree.py",
-           "torch.cat([*tops, last[..., 0]], -1)", "torch.cat([top_x, last[..., 0]], -1)",
+           "torch.cat([*tops, last[..., 0]], -1)", "torch.cat([tops[0], last[..., 0]], -1)",
            table(f"{VALUES} and cpu-tree")),
     Mutant("negative initial weights are taken", "logchain/operands.py",
            "(*compress(transition.parameters, shared), p0)]", "compress(transition.parameters, shared)]",

@@ -122,7 +122,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
     if operands.x.numel() == 0 or not has_values(p0):
         return log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
-    schedule = _Checkpoints(operands.skeleton(), every, progress)
+    schedule = Checkpoints(operands, every, progress)
     value: Tensor = apply(LogPartition, schedule, *tensors) if keep else schedule.forward(*tensors, keep=False)[0]
     return value
 
@@ -214,29 +214,6 @@ class _Short(NamedTuple):
 
     def log_norm(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
         return total(Steps(x, Dense(bulk), p0, None, self.log_params))
-
-
-class _Checkpoints(NamedTuple):
-    """The sequential schedule in pieces of `every` steps, which saves only the messages between pieces."""
-
-    skeleton: Operands
-    every: int
-    progress: bool
-
-    def forward(self, *operands: Tensor, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with kernels.arithmetic_on(operands[1]):
-            value, checkpoints = self._pieces(operands).forward(keep)
-        return value.clone(), (value, checkpoints)
-
-    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
-        with kernels.arithmetic_on(grad):
-            return self._pieces(operands).backward(grad, saved[0], saved[1], needs)
-
-    def log_norm(self, *operands: Tensor) -> Tensor:
-        raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
-
-    def _pieces(self, operands: Sequence[Tensor]) -> Checkpoints:
-        return Checkpoints(self.skeleton.of(*operands), self.every, self.progress)
 
 
 class _Whole(NamedTuple):
