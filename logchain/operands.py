@@ -26,13 +26,13 @@ from .kernels.chain import Chain
 from .kernels.numbers import log_weights
 from .kernels.structured import Factors, Structured
 from .kernels.weights import Weights, check_weights, has_negative
-from .tensors import is_readable, with_steps
+from .tensors import is_plain, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 
 
 class Operands(NamedTuple):
-    """Checked operands, all with all batch axes; `lengths` is int64 [*B] or None.
+    """Checked operands, those of structures with all batch axes; `lengths` is int64 [*B] or None.
 
     For packed sequences that kernels read in place, x is [total, c], `lengths` (n), and `packed` the `Chain`.
     """
@@ -190,7 +190,7 @@ def check_operands(
     *,
     in_pieces: bool = False,
 ) -> Operands:
-    """The operands with all axes, after checks of their kinds and sizes; `in_pieces` as in `check_chain`."""
+    """The operands, after checks of their kinds and sizes; `in_pieces` as in `check_chain`."""
     structure = isinstance(bulk, Transition) and not isinstance(bulk, Dense)
     if structure and is_transformed():
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
@@ -202,9 +202,11 @@ def check_operands(
     # those of dense chains are checked by operators, since values cannot be read where torch traces or maps a call
     if structure and ends is not None and not kernels.on_gpu(ends):
         check_lengths(ends, x.shape[-2])
-    pairs = zip(transition.parameters, transition.own_axes, strict=True)
-    parameters = [_with_axes(parameter, lead + 1 + own) for parameter, own in pairs]
-    return Operands(x, transition.with_parameters(*parameters), _with_axes(p0, lead + 1), ends, log_params)
+    if structure or not is_plain((x, p0, *transition.parameters)):  # as rules for vmap and structures need them
+        pairs = zip(transition.parameters, transition.own_axes, strict=True)
+        transition = transition.with_parameters(*(_with_axes(one, lead + 1 + own) for one, own in pairs))
+        p0 = _with_axes(p0, lead + 1)
+    return Operands(x, transition, p0, ends, log_params)
 
 
 def _with_axes(tensor: Tensor, axes: int) -> Tensor:
@@ -227,7 +229,7 @@ def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | No
 
 def check_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
     """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
-    if not kernels.in_c(x) or not is_readable(x, p0, *transition.parameters):
+    if not kernels.in_c(p0) or not is_plain((x, p0, *transition.parameters)):
         return
     shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]
     below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]
