@@ -246,13 +246,6 @@ def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
     return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
 
 
-def is_view(values: Tensor, rest: int) -> bool:
-    """Whether all axes but the last `rest` can be flattened into one without a copy."""
-    axes = list(zip(values.shape, values.stride(), strict=True))[:-rest]
-    axes = [(size, stride) for size, stride in axes if size != 1]
-    return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))
-
-
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
     return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32

@@ -13,9 +13,6 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
 
-# number of entries whose values are checked at a time, since a memory-mapped tensor may exceed the memory
-_CHECKED = 2**20
-
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values: it is neither on the meta device nor a fake one."""
@@ -177,19 +174,15 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_values(*operands: Weights) -> None:
-    """Check for NaN and +inf among the entries that are read, `_CHECKED` at a time."""
-    for name, values, _ in operands:
-        check_has_values(name, values)
-    for name, values, read in operands:
-        axis = max(range(values.dim()), key=values.shape.__getitem__)
-        size = max(1, _CHECKED * values.shape[axis] // max(1, values.numel()))
-        read = torch.ones((), dtype=torch.bool, device=values.device) if read is None else read.to(values.device)
-        read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+    """Check for NaN and +inf among the entries that are read, some at a time."""
+    for operand in operands:
+        check_has_values(operand.name, operand.values)
+    for operand in operands:
         nan = infinite = 0
-        for part, inside in zip(values.split(size, axis), read.split(size, axis), strict=True):
+        for _, _, part, inside in operand.parts():
             nan += int((part.isnan() & inside).sum())
             infinite += int(((part == torch.inf) & inside).sum())
         if nan:
-            raise ValueError(f"{name}: expected no NaN, got {nan}")
+            raise ValueError(f"{operand.name}: expected no NaN, got {nan}")
         if infinite:
-            raise ValueError(f"{name}: expected no +inf, got {infinite}")
+            raise ValueError(f"{operand.name}: expected no +inf, got {infinite}")

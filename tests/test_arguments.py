@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import arguments as checks
 from logchain import transitions
+from logchain.kernels import weights
 from tests.families import FAMILIES
 from tests.seeded import seeded
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
@@ -138,7 +138,7 @@ def test_values_past_the_end_are_not_checked():
 
 @pytest.mark.parametrize("entries", [1, 7, 20])
 def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
-    monkeypatch.setattr(checks, "_CHECKED", entries)
+    monkeypatch.setattr(weights, "_READ", entries)
     lengths = torch.tensor([[1, 5], [17, 2], [11, 6]])
     x, bulk, p0, _ = FAMILIES["dense"](each=True)
     for i, length in enumerate(lengths.flatten().tolist()):
