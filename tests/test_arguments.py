@@ -10,6 +10,7 @@ import torch
 import logchain
 from logchain import transitions
 from logchain.kernels import weights
+from tests.contract import poisoned_memory
 from tests.families import FAMILIES
 from tests.seeded import seeded
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
@@ -105,8 +106,11 @@ def test_wrong_arguments_are_raised(function, error, message, arguments):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_single_variable_takes_no_matrix_or_an_unused_one(steps):
-    out = logchain.product(zeros(2, 1, 3), ones(steps, 3, 3), ones(3))
+    bulk = ones(steps, 3, 3).requires_grad_()
+    out = logchain.product(zeros(2, 1, 3), bulk, ones(3))
     torch.testing.assert_close(out, torch.full((2,), 3.0).log())
+    with poisoned_memory():
+        assert torch.equal(torch.autograd.grad(out.sum(), bulk)[0], zeros(steps, 3, 3))
 
 
 def test_one_length_serves_all_sequences():
