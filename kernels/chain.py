@@ -164,24 +164,21 @@ class Chain:
         starts: Tensor | None = None,
         *,
         by_log: bool = False,
-        whole: bool = False,
         stretch: bool = False,
     ) -> "Chain":
         """The chain of x [*B, v, c], bulk [*B or ones, s, c, c], p0 [*B or ones, c] and lengths int64 [*B].
 
         Leading axes of bulk and p0 may be missing. With `starts` they are rows [total, c] and [1 or total, c, c].
-        A `stretch` of longer chains has all steps and matrices. Otherwise a length that is not from 1 to v raises
-        ValueError, and the chain is cut at the longest unless `whole`; but lengths are not read on a GPU.
+        A `stretch` of longer chains has a matrix into its first step. In other chains a length that is not from 1 to v
+        raises ValueError, except on a GPU, where lengths are not read.
         """
         layout = Layout.of(x, bulk, starts)
         steps, matrices = layout.steps_first(x), layout.matrices(bulk)
         ends = None if lengths is None else layout.grouped(lengths)[..., None]
-        if starts is None and not stretch and (lengths is not None or len(steps) == 1):
-            v = len(steps)
+        if starts is None and not stretch:
             if lengths is not None and not kernels.on_gpu(p0):
-                end = longest(lengths, v)
-                v = v if whole else end
-            steps, matrices = steps[:v], matrices[: v - 1]
+                check_ends(lengths, len(steps))
+            matrices = matrices[: len(steps) - 1]  # none for a single step
         dtype = arithmetic_dtype(x, bulk, p0)
         return cls(steps, matrices, layout.weights(p0), ends, log_params, dtype, by_log, starts, layout)
 
@@ -249,27 +246,18 @@ def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
     return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
 
 
-def is_view(values: Tensor, rest: int) -> bool:
-    """Whether all axes but the last `rest` can be flattened into one without a copy."""
-    axes = list(zip(values.shape, values.stride(), strict=True))[:-rest]
-    axes = [(size, stride) for size, stride in axes if size != 1]
-    return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))
-
-
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
     return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
 
 
-def longest(lengths: Tensor, v: int, least: int = 1) -> int:
-    """The largest of lengths, or v if there are none; raises for one that is not from 1, or `least`, to v."""
-    if not lengths.numel():
-        return v
-    low, high = (int(bound) for bound in torch.aminmax(lengths))
-    if low < least or high > v:
-        expected = f"values from {least} to {'v' if least else 'k'} = {v}"
-        raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
-    return high
+def check_ends(lengths: Tensor, v: int, least: int = 1) -> None:
+    """Raise for a length that is not from 1, or `least`, to v."""
+    if lengths.numel():
+        low, high = (int(bound) for bound in torch.aminmax(lengths))
+        if low < least or high > v:
+            expected = f"values from {least} to {'v' if least else 'k'} = {v}"
+            raise ValueError(f"lengths: expected {expected}, got {low} to {high}")
 
 
 def _moved(tensor: Tensor, order: Sequence[int], first: int = 0) -> Tensor:

@@ -10,8 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-from . import on_gpu
-
 # HIGH = log2(e) in the dtype, and LOW; that of float64 is too small to matter
 _LOG2E = {torch.float32: (1.4426950216293335, 1.92596303350e-8), torch.float64: (math.log2(math.e), 0.0)}
 
@@ -37,22 +35,20 @@ def finite(shift: Tensor) -> Tensor:
 
 
 def relative_logs(weights: Tensor, axes: int | tuple[int, ...], *, log: bool) -> tuple[Tensor, Tensor]:
-    """The logarithms of float64 weights less the largest over `axes`, and the largest; 0 in place of one of -inf.
+    """The logarithms of float64 weights less the largest over `axes`, and the largest, a constant; 0 if not finite.
 
     `log`: the weights are logarithms. A logarithm is rounded by its distance from the largest, not by its own size.
     """
-    top = weights.amax(axes, keepdim=True)
+    top = weights.detach().amax(axes, keepdim=True)
     if log:
-        top = top.masked_fill(top == -math.inf, 0.0)
+        top = torch.where(top.isfinite(), top, 0.0)
         return weights - top, top
-    top = top.masked_fill(top == 0, 1.0)
-    ratio, log_top = weights / top, top.log()
+    top = torch.where(top.isfinite() & (top > 0), top, 1.0)
     # the quotient of a small weight may underflow, where the difference of logarithms does not
-    small = (ratio < torch.finfo(ratio.dtype).tiny).logical_and_(weights > 0)
-    logs = ratio.log_()
-    if on_gpu(small) or small.any():
-        logs = torch.where(small, weights.log() - log_top, logs)
-    return logs, log_top
+    small = (weights.detach() / top < torch.finfo(top.dtype).tiny) & (weights > 0)
+    of_small = torch.where(small, weights, 1.0).log() - top.log()
+    logs = torch.where(small, of_small, log_weights(torch.where(small, 1.0, weights / top), False, top.dtype))
+    return logs, top.log()
 
 
 def near_one(weight: Tensor) -> tuple[Tensor, float]:

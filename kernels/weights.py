@@ -1,12 +1,13 @@
 """Weights that are no logarithms: which of them are read, and the error of one below 0."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# entries that are compared with 0 at a time, since a memory-mapped tensor may exceed the memory
-_COMPARED = 2**22
+# entries that are read at a time, since a memory-mapped tensor may exceed the memory
+_READ = 2**20
 
 
 class Weights(NamedTuple):
@@ -19,24 +20,23 @@ class Weights(NamedTuple):
     values: Tensor
     read: Tensor | None = None
 
+    def parts(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Some entries at a time: the axis along which they are cut, where they start, they, and which are read."""
+        values = self.values.detach()
+        read = torch.ones((), dtype=torch.bool, device=values.device) if self.read is None else self.read
+        read = read.to(values.device).view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+        axis = max(range(values.dim()), key=values.shape.__getitem__)
+        size = max(1, _READ * values.shape[axis] // max(1, values.numel()))
+        for i, (part, mask) in enumerate(zip(values.split(size, axis), read.split(size, axis), strict=True)):
+            yield axis, i * size, part, mask
+
     def first_negative(self) -> list[int] | None:
         """The place of an entry below 0 that is read, the first along all axes but the longest."""
-        values = self.values.detach()
-        if values.numel() == 0:
-            return None
-        read = torch.ones((), dtype=torch.bool, device=values.device) if self.read is None else self.read
-        read = read.view(*read.shape, *(1,) * (values.dim() - read.dim()))
-        for axis, stride in enumerate(values.stride()):
-            if stride == 0:  # the same entries again
-                values, read = values.narrow(axis, 0, 1), read.any(axis, keepdim=True)
-        longest = max(range(values.dim()), key=lambda axis: values.shape[axis])
-        size = max(1, _COMPARED * values.shape[longest] // values.numel())
-        parts = zip(values.split(size, longest), read.expand(values.shape).split(size, longest), strict=True)
-        for i, (part, mask) in enumerate(parts):
+        for axis, start, part, mask in self.parts():
             below = (part < 0) & mask
             if below.any():
                 place: list[int] = below.nonzero()[0].tolist()
-                place[longest] += i * size
+                place[axis] += start
                 return place
         return None
 

@@ -5,17 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import kernels
-from .internals import is_fake, is_transformed
-from .kernels.chain import longest
-from .kernels.weights import Weights, check_weights, has_negative
+from .internals import is_fake
+from .kernels.chain import check_ends
+from .kernels.weights import Weights
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
-
-# number of entries whose values are checked at a time, since a memory-mapped tensor may exceed the memory
-_CHECKED = 2**20
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -66,56 +62,6 @@ def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None
         raise ValueError(f"{name}: expected at least {axes} axes, got shape {list(value.shape)}")
     if like is not None:
         check_device(name, value, like)
-
-
-def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False, part: bool = False) -> None:
-    """Check kinds and sizes of the operands of a chain.
-
-    `in_pieces`: x and bulk may be on the host with p0 on a GPU. `part`: there may be no variable, and a matrix into
-    each.
-    """
-    check_tensor("x", x, 2)
-    check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
-    check_tensor("p0", p0, 1, like=None if in_pieces else x)
-    if in_pieces:
-        host = ("cpu",) if kernels.on_gpu(p0) else ()
-        for name, value in (("x", x), ("bulk", bulk)):
-            if value.device != p0.device and value.device.type not in host:
-                raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
-    *batch, v, c = x.shape
-    if c < 1 or (v < 1 and not part):
-        expected = "one state" if part else "one variable and one state"
-        raise ValueError(f"x: expected at least {expected} [..., v, c], got {list(x.shape)}")
-    lead, steps = batch_sizes(batch, bulk.dim() - 3), (1, max(0, v - 1), v) if part else (1, v - 1)
-    check_sizes("bulk", bulk, (*lead, steps, (c,), (c,)), x, steps=len(lead))
-    check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
-
-
-def check_question(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    log_params: bool,
-    lengths: Lengths | None,
-    *,
-    in_pieces: bool = False,
-    prefix: str = "",
-) -> Tensor | None:
-    """Check the arguments that all functions of a chain share; returns the lengths as int64 [*B] on p0's device."""
-    check_chain(x, bulk, p0, in_pieces=in_pieces)
-    check_flag("log_params", log_params)
-    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
-    check_signs(bulk if x.shape[-2] > 1 else None, p0, log_params, prefix)
-    return ends
-
-
-def check_signs(bulk: Tensor | None, p0: Tensor, log_params: bool, prefix: str = "") -> None:
-    """Raise on a CPU for a weight below 0 in p0, or in a matrix that serves all steps."""
-    if log_params or not kernels.in_c(p0) or torch.compiler.is_compiling() or is_transformed() or not has_values(p0):
-        return
-    for name, weights in (("bulk", bulk if bulk is not None and bulk.shape[-3] == 1 else None), ("p0", p0)):
-        if weights is not None and has_values(weights) and has_negative(weights):
-            check_weights(Weights(prefix + name, weights))
 
 
 def batch_sizes(batch: list[int], axes: int) -> list[tuple[int, ...]]:
@@ -218,7 +164,7 @@ def as_lengths(
 def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
     """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
     if has_values(lengths):
-        longest(lengths, v, least)
+        check_ends(lengths, v, least)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -228,19 +174,15 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_values(*operands: Weights) -> None:
-    """Check for NaN and +inf among the entries that are read, `_CHECKED` at a time."""
-    for name, values, _ in operands:
-        check_has_values(name, values)
-    for name, values, read in operands:
-        axis = max(range(values.dim()), key=values.shape.__getitem__)
-        size = max(1, _CHECKED * values.shape[axis] // max(1, values.numel()))
-        read = torch.ones((), dtype=torch.bool, device=values.device) if read is None else read.to(values.device)
-        read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+    """Check for NaN and +inf among the entries that are read, some at a time."""
+    for operand in operands:
+        check_has_values(operand.name, operand.values)
+    for operand in operands:
         nan = infinite = 0
-        for part, inside in zip(values.split(size, axis), read.split(size, axis), strict=True):
+        for _, _, part, inside in operand.parts():
             nan += int((part.isnan() & inside).sum())
             infinite += int(((part == torch.inf) & inside).sum())
         if nan:
-            raise ValueError(f"{name}: expected no NaN, got {nan}")
+            raise ValueError(f"{operand.name}: expected no NaN, got {nan}")
         if infinite:
-            raise ValueError(f"{name}: expected no +inf, got {infinite}")
+            raise ValueError(f"{operand.name}: expected no +inf, got {infinite}")

@@ -5,20 +5,19 @@ Packed sequences are computed in padded batches of similar lengths; on a CPU, on
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
-from itertools import compress
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_flag, check_has_values, check_question, check_signs, check_tensor
+from .arguments import Lengths, check_flag, check_has_values, check_tensor
 from .internals import between_graphs
-from .kernels.weights import Weights, check_weights, has_negative
-from .operands import Operands, check_operands
+from .kernels.weights import Weights
+from .operands import Operands, check_operands, check_signs, named_weights, transition_of
 from .schedules.choose import Size, choose
-from .tensors import is_plain, is_readable, read_steps, with_steps
+from .tensors import is_plain, read_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 
@@ -62,23 +61,8 @@ class Chain:
         in_pieces: bool = False,
     ) -> "Chain":
         """The arguments, checked; `prefix` comes before their names in errors, `in_pieces` as in `check_chain`."""
-        if isinstance(bulk, Transition):
-            return _of_structure(x, bulk, p0, log_params, lengths, cu_seqlens)
-        matrix, bulk = bulk, with_steps(bulk)
-        if cu_seqlens is None:
-            ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=in_pieces, prefix=prefix)
-            return cls(Operands(x, Dense(bulk), p0, ends, log_params), None, p0, Dense(matrix))
-        bounds = _bounds(x, log_params, lengths, cu_seqlens)
-        total, n, c = len(x), len(bounds[0]), x.shape[-1]
-        check_tensor("bulk", bulk, 3)
-        check_tensor("p0", p0, 1)
-        if bulk.shape not in ((1, c, c), (total, c, c)):
-            expected = f"[1 or {total}, {c}, {c}]"
-            raise ValueError(f"bulk: expected shape {expected} to go with cu_seqlens, got {list(bulk.shape)}")
-        if p0.shape not in ((c,), (n, c)):
-            raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
-        check_signs(bulk if total > n else None, p0, log_params, prefix)
-        return cls(Operands(x, Dense(bulk), p0, None, log_params), bounds, p0, Dense(matrix))
+        check = _checked_between_graphs if isinstance(bulk, Transition) else _checked
+        return check(x, bulk, p0, log_params, lengths, cu_seqlens, prefix, in_pieces)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -213,7 +197,7 @@ class Chain:
         size = Size(n, v, c, self.dtype.itemsize, not self._by_row(0), lengths=False)
         return choose(size, False, "auto")[0].segments > 1
 
-    def weights(self) -> list[Weights]:
+    def weights(self, prefix: str = "") -> list[Weights]:
         """The weights as they were passed, of which the transitions into variables are read."""
         reads, x = [], self.operands.x
         for i, lead in enumerate(self._bulk.leads):
@@ -225,30 +209,7 @@ class Chain:
                 read = read_steps(lead or (1,), x.shape[-2], self.operands.lengths)
                 read = read if read is None or len(lead) else read[0]
             reads.append(read)
-        return [*named_weights("bulk", self._bulk, reads), Weights("p0", self._p0)]
-
-
-def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | None]) -> list[Weights]:
-    """The parameters by the names of arguments, of which the steps `reads` [*lead], or all, are read."""
-    names = [name] if isinstance(transition, Dense) else [f"{name}.{each}" for each in transition.names]
-    weights = []
-    for each, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
-        if used is not None:
-            every = torch.ones((), dtype=torch.bool, device=used.device) if read is None else read
-            read = every[(..., *(None,) * used.dim())] & used
-            read = read[(None,) * (parameter.dim() - read.dim())]
-        weights.append(Weights(each, parameter, read))
-    return weights
-
-
-def check_shared_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
-    """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
-    if not kernels.in_c(x) or not is_readable(x, p0, *transition.parameters):
-        return
-    shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]
-    below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]
-    if any(below):
-        check_weights(*compress(weights(), (*shared, True)))
+        return [*named_weights(f"{prefix}bulk", self._bulk, reads), Weights(f"{prefix}p0", self._p0)]
 
 
 def _inside(states: Tensor, lengths: Tensor | None) -> Tensor:
@@ -262,35 +223,48 @@ def _between_graphs(chain: Chain, query: Callable[..., _Result], *others: list[A
     return [query(*arguments) for arguments in zip(chain.batches(), *others, strict=True)]
 
 
-@between_graphs
-def _of_structure(
+def _checked(
     x: Tensor,
-    bulk: Transition,
+    bulk: Tensor | Transition,
     p0: Tensor,
     log_params: bool,
     lengths: Lengths | None,
     cu_seqlens: Tensor | None,
+    prefix: str,
+    in_pieces: bool,
 ) -> Chain:
+    bounds = None
     if cu_seqlens is None:
-        chain = Chain(check_operands(x, bulk, p0, log_params, lengths), None, p0, bulk)
+        operands = check_operands(x, bulk, p0, log_params, lengths, in_pieces=in_pieces)
     else:
         bounds = _bounds(x, log_params, lengths, cu_seqlens)
-        check_tensor("p0", p0, 1, like=x)
-        if p0.dim() > 1 and p0.shape[0] != len(bounds[0]):
-            raise ValueError(f"p0: expected [c] or [{len(bounds[0])}, c] to go with cu_seqlens, got {list(p0.shape)}")
-        for parameter, lead in zip(bulk.parameters, bulk.leads, strict=True):
-            check_tensor("bulk", parameter, 1, like=x)
-            if lead not in ((), (1,), (len(x),)):
-                expected = f"leading axes [] or [1] or [{len(x)}] before {list(parameter.shape[len(lead) :])}"
-                raise ValueError(f"bulk: expected {expected} to go with cu_seqlens, got {list(parameter.shape)}")
-        chain = Chain(Operands(x, bulk, p0, None, log_params), bounds, p0, bulk)
-        # as a batch of one sequence, whose sizes have the same errors
-        pairs = zip(bulk.parameters, bulk.leads, strict=True)
-        shared = bulk.with_parameters(*(one[None, :1] if lead else one for one, lead in pairs))
-        check_operands(x[None], shared, p0[:1] if p0.dim() > 1 else p0, log_params, None)
+        operands = _packed_operands(x, transition_of(bulk), p0, log_params, len(bounds[0]))
+    chain = Chain(operands, bounds, p0, bulk if isinstance(bulk, Transition) else Dense(bulk))
     if not log_params:
-        check_shared_signs(x, bulk, p0, chain.weights)
+        check_signs(x, operands.transition, p0, partial(chain.weights, prefix))
     return chain
+
+
+_checked_between_graphs = between_graphs(_checked)
+
+
+def _packed_operands(x: Tensor, transition: Transition, p0: Tensor, log_params: bool, n: int) -> Operands:
+    """The operands of n packed sequences, after the checks of one sequence, whose sizes have the same errors."""
+    total, c = x.shape
+    check_tensor("p0", p0, 1)
+    if p0.shape not in ((c,), (n, c)):
+        raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
+    shared = []
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        check_tensor("bulk", parameter, own)
+        lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
+        expected = torch.Size([c, c]) if isinstance(transition, Dense) else sizes
+        if lead not in ((), (1,), (total,)) or sizes != expected:
+            text = f"[1 or {total}, {', '.join(map(str, expected))}] to go with cu_seqlens"
+            raise ValueError(f"bulk: expected shape {text}, got {list(parameter.shape)}")
+        shared.append(parameter[None, :1] if lead else parameter)
+    check_operands(x[None], transition.with_parameters(*shared), p0[:1] if p0.dim() > 1 else p0, log_params, None)
+    return Operands(x, transition, p0, None, log_params)
 
 
 def _bounds(x: Tensor, log_params: bool, lengths: object, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from .arguments import Lengths
 from .autograd.dense_operators import short_of
 from .autograd.messages import messages
 from .chain import Chain
-from .schedules import choose
 from .tensors import differentiated, with_steps
 from .transitions import Transition
 
@@ -71,7 +70,7 @@ def forward_backward(
             [1., 1.]]), tensor(0.6931))
     """
     if lengths is None and cu_seqlens is None and not isinstance(bulk, Transition) and not differentiated(x, bulk, p0):
-        short = short_of(x, with_steps(bulk), p0, log_params, wanted=choose.is_on_one_thread)
+        short = short_of(x, with_steps(bulk), p0, log_params)
         if short is not None:
             return Messages(*short.messages(x, with_steps(bulk), p0))
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens)

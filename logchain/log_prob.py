@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_device, check_integers
+from .autograd.log_partition import log_norm
 from .autograd.paths import weight_of
-from .autograd.structures import log_norm
 from .chain import Chain
 from .operands import Operands, checked
 from .transitions import Transition

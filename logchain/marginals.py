@@ -7,11 +7,10 @@ from torch import Tensor
 
 from .arguments import Lengths, check_choice
 from .autograd.dense_operators import short_of
-from .autograd.structures import posteriors
+from .autograd.log_partition import posteriors
 from .chain import Chain
 from .operands import Operands
 from .rescues import report_chains
-from .schedules import choose
 from .tensors import differentiated, with_steps
 from .transitions import Transition
 
@@ -73,7 +72,7 @@ def marginals(
     plain, alone = not differentiated(x, bulk, p0), lengths is None and cu_seqlens is None
     if isinstance(bulk, Tensor) and plain and alone and (transitions is None or transitions == "sum"):
         matrices = with_steps(bulk)
-        short = short_of(x, matrices, p0, log_params, wanted=choose.is_sequential)
+        short = short_of(x, matrices, p0, log_params)
         if short is not None:
             log_norm, (states, expected), recomputed = short.posteriors(x, matrices, p0, transitions is not None)
             report_chains(recomputed)

@@ -1,5 +1,7 @@
 """The operands of a batch of chains of any transition, their conversion to arguments of kernels, and their checks."""
 
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +25,14 @@ from .kernels import arithmetic_on, exact_kernels
 from .kernels.chain import Chain
 from .kernels.numbers import log_weights
 from .kernels.structured import Factors, Structured
-from .tensors import is_plain
+from .kernels.weights import Weights, check_weights, has_negative
+from .tensors import is_plain, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 
 
 class Operands(NamedTuple):
-    """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None.
+    """Checked operands, those of structures with all batch axes; `lengths` is int64 [*B] or None.
 
     For packed sequences that kernels read in place, x is [total, c], `lengths` (n), and `packed` the `Chain`.
     """
@@ -59,11 +62,7 @@ class Operands(NamedTuple):
     @property
     def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
         """The arguments of operators, with matrices in place of a dense transition."""
-        (bulk,), p0 = self.transition.parameters, self.p0
-        if not is_plain(self.tensors):  # the rule for vmap takes operands that have all batch axes
-            bulk = bulk[(None,) * (self.x.dim() + 1 - bulk.dim())]
-            p0 = p0[(None,) * (self.x.dim() - 1 - p0.dim())]
-        return self.x, bulk, p0, self.lengths, self.log_params
+        return self.x, self.transition.parameters[0], self.p0, self.lengths, self.log_params
 
     def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
         """The operands with other tensors of the same shapes."""
@@ -86,10 +85,10 @@ class Operands(NamedTuple):
         ends = None if self.lengths is None else self.lengths.contiguous()
         return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
-    def dense_chain(self, *, by_log: bool = False, whole: bool = False) -> Chain:
+    def dense_chain(self, *, by_log: bool = False) -> Chain:
         """The operands with dense matrices as kernels take them; see `kernels.chain.Chain.of`."""
         starts = self.packed.starts if self.packed else None
-        return Chain.of(*self.dense, starts, by_log=by_log, whole=whole)
+        return Chain.of(*self.dense, starts, by_log=by_log)
 
     def with_checked_lengths(self) -> "Operands":
         """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
@@ -140,36 +139,102 @@ class Operands(NamedTuple):
             return getattr(module, function)(self.chain(), *arguments)
 
 
-def check_operands(
-    x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None
-) -> Operands:
-    """The operands, after checks of their kinds and sizes."""
-    if is_transformed():
-        raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
-    if is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
-        raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
+def transition_of(bulk: Tensor | Transition) -> Transition:
+    """The argument `bulk` as a transition, after a check of its kind; a single matrix [c, c] gets an axis of steps."""
+    if isinstance(bulk, Transition):
+        return bulk
+    check_tensor("bulk", with_steps(bulk), 3)
+    return Dense(with_steps(bulk))
+
+
+def check_chain(
+    x: Tensor, bulk: Tensor | Transition, p0: Tensor, *, in_pieces: bool = False, part: bool = False
+) -> Transition:
+    """The transition of a chain, after checks of kinds and sizes of the operands.
+
+    `in_pieces`: x and bulk may be on the host with p0 on a GPU. `part`: there may be no variable, and a matrix into
+    each.
+    """
+    transition, like = transition_of(bulk), None if in_pieces else x
+    columns = list(zip(transition.parameters, transition.own_axes, strict=True))
     check_tensor("x", x, 2)
-    check_tensor("p0", p0, 1, like=x)
+    for parameter, own in columns:
+        check_tensor("bulk", parameter, own, like=like)
+    check_tensor("p0", p0, 1, like=like)
+    if in_pieces:
+        host = ("cpu",) if kernels.on_gpu(p0) else ()
+        for name, value in (("x", x), *(("bulk", parameter) for parameter, _ in columns)):
+            if value.device != p0.device and value.device.type not in host:
+                raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
     *batch, v, c = x.shape
-    if v < 1 or c < 1:
-        raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
-    if transition.states != c:
+    if c < 1 or (v < 1 and not part):
+        expected = "one state" if part else "one variable and one state"
+        raise ValueError(f"x: expected at least {expected} [..., v, c], got {list(x.shape)}")
+    dense, steps = isinstance(transition, Dense), (1, max(0, v - 1), v) if part else (1, v - 1)
+    if transition.states != c and not dense:
         raise ValueError(f"bulk: expected {c} states to go with x {list(x.shape)}, got {transition.states}")
-    parameters = []
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
-        check_tensor("bulk", parameter, own, like=x)
-        with_steps = parameter.unsqueeze(0) if parameter.dim() == own else parameter
-        axes = with_steps.dim() - own - 1
-        lead = *batch_sizes(batch, axes), (1, v - 1)
-        check_sizes("bulk", with_steps, (*lead, *((size,) for size in parameter.shape[-own:])), x, steps=len(lead) - 1)
-        parameters.append(with_steps[(None,) * (len(batch) - axes)])
+    for parameter, own in columns:
+        sizes = [(c,), (c,)] if dense else [(size,) for size in parameter.shape[-own:]]
+        lead = batch_sizes(batch, parameter.dim() - own - 1)
+        check_sizes("bulk", parameter, (*lead, steps, *sizes)[-parameter.dim() :], x, steps=len(lead))
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
+    return transition
+
+
+def check_operands(
+    x: Tensor,
+    bulk: Tensor | Transition,
+    p0: Tensor,
+    log_params: bool,
+    lengths: Lengths | None,
+    *,
+    in_pieces: bool = False,
+) -> Operands:
+    """The operands, after checks of their kinds and sizes; `in_pieces` as in `check_chain`."""
+    structure = isinstance(bulk, Transition) and not isinstance(bulk, Dense)
+    if structure and is_transformed():
+        raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
+    if structure and is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
+        raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
+    transition, lead = check_chain(x, bulk, p0, in_pieces=in_pieces), x.dim() - 2
     check_flag("log_params", log_params)
-    ends = None if lengths is None else as_lengths(lengths, x)
-    if ends is not None and not kernels.on_gpu(ends):
-        check_lengths(ends, v)
-    p0 = p0[(None,) * (len(batch) + 1 - p0.dim())]
-    return Operands(x, transition.with_parameters(*parameters), p0, ends, log_params)
+    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
+    # those of dense chains are checked by operators, since values cannot be read where torch traces or maps a call
+    if structure and ends is not None and not kernels.on_gpu(ends):
+        check_lengths(ends, x.shape[-2])
+    if structure or not is_plain((x, p0, *transition.parameters)):  # as rules for vmap and structures need them
+        pairs = zip(transition.parameters, transition.own_axes, strict=True)
+        transition = transition.with_parameters(*(_with_axes(one, lead + 1 + own) for one, own in pairs))
+        p0 = _with_axes(p0, lead + 1)
+    return Operands(x, transition, p0, ends, log_params)
+
+
+def _with_axes(tensor: Tensor, axes: int) -> Tensor:
+    """The tensor with so many axes, those that are missing of size 1."""
+    return tensor if tensor.dim() == axes else tensor[(None,) * (axes - tensor.dim())]
+
+
+def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | None]) -> list[Weights]:
+    """The parameters by the names of arguments, of which the steps `reads` [*lead], or all, are read."""
+    names = [name] if isinstance(transition, Dense) else [f"{name}.{each}" for each in transition.names]
+    weights = []
+    for each, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
+        if used is not None:
+            every = torch.ones((), dtype=torch.bool, device=used.device) if read is None else read
+            read = every[(..., *(None,) * used.dim())] & used
+            read = read[(None,) * (parameter.dim() - read.dim())]
+        weights.append(Weights(each, parameter, read))
+    return weights
+
+
+def check_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
+    """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
+    if not kernels.in_c(p0) or not is_plain((x, p0, *transition.parameters)):
+        return
+    shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]
+    below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]
+    if any(below):
+        check_weights(*compress(weights(), (*shared, True)))
 
 
 def is_blocks(pattern: object) -> bool:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_float_dtype
-from .autograd.structures import check_structured_options
 from .chain import Chain
 from .kernels import on_gpu
 from .schedules import budget, choose
@@ -63,7 +62,8 @@ def plan(
     sequential: too short for segments
     about 880,000 bytes
     """
-    name, saved = choose.check_options(strategy, memory_budget, {}), None
+    excluded, saved = {"a structure as bulk": isinstance(bulk, Transition)}, None
+    name = choose.check_options(strategy, memory_budget, excluded)
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
@@ -73,8 +73,6 @@ def plan(
         gpu = gpu if device is None else torch.device(device).type == "cuda"
         x, bulk, p0 = (_on_meta(*named, dtype, gradients) for named in ((x, "x"), (bulk, "bulk"), (p0, "p0")))
     assert isinstance(x, Tensor) and not isinstance(bulk, Sequence) and isinstance(p0, Tensor)
-    if isinstance(bulk, Transition):
-        check_structured_options(strategy, memory_budget, False)
     Chain.of(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     if isinstance(bulk, Transition):
         saved = f"{bulk.multiply_adds} multiply-adds per step in place of {x.shape[-1] ** 2}"

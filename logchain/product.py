@@ -4,10 +4,9 @@ from functools import partial
 
 from torch import Tensor
 
-from .arguments import Lengths, check_alone, check_flag
+from .arguments import Lengths, check_flag
 from .autograd.dense_operators import short_of
-from .autograd.log_partition import dense_log_norm, log_norm_in_pieces, short_log_norm
-from .autograd.structures import check_structured_options, log_norm
+from .autograd.log_partition import log_norm, log_norm_in_pieces, short_log_norm
 from .autograd.tree import log_norm_by_tree
 from .chain import Chain
 from .operands import Operands
@@ -125,22 +124,19 @@ def product(
     """
     bulk = with_steps(bulk)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
-    if isinstance(bulk, Transition):
-        check_structured_options(strategy, memory_budget, progress)
-    elif alone and strategy == "auto" and progress is False:
+    if isinstance(bulk, Tensor) and alone and strategy == "auto" and progress is False:
         # a chain that one thread of a CPU computes is one call of C, whose arguments are cached by shapes
         keep = differentiated(x, bulk, p0)
-        short = short_of(x, bulk, p0, log_params, choose.is_sequential)
+        short = short_of(x, bulk, p0, log_params)
         if short is not None:
             return short_log_norm(short, x, bulk, p0, log_params, keep)
-    strategy = choose.check_options(strategy, memory_budget, {"cu_seqlens": cu_seqlens is not None})
+    excluded = {"cu_seqlens": cu_seqlens is not None, "a structure as bulk": isinstance(bulk, Transition)}
+    strategy = choose.check_options(strategy, memory_budget, excluded)
     check_flag("progress", progress)
     if progress:
         if memory_budget is None:
             raise ValueError("progress: expected a memory_budget with it")
         check_progress()
-    if memory_budget is not None:
-        check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens, in_pieces=memory_budget is not None).in_place()
     query = partial(_of_batch, strategy=strategy, memory_budget=memory_budget, progress=progress)
     return chain.by_sequence(chain.map(query)).to(chain.dtype)
@@ -159,4 +155,4 @@ def _of_batch(operands: Operands, strategy: str, memory_budget: int | None, prog
     if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
         return log_norm_by_tree(*dense)
     schedule = choose.of(x, bulk, p0, lengths is not None, "sequential" if strategy == "tree" else strategy)
-    return dense_log_norm(operands, schedule, operands.dtype)
+    return log_norm(operands, schedule)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import arguments as checks
 from logchain import transitions
+from logchain.kernels import weights
+from tests.contract import poisoned_memory
 from tests.families import FAMILIES
 from tests.seeded import seeded
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
@@ -105,8 +106,11 @@ def test_wrong_arguments_are_raised(function, error, message, arguments):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_single_variable_takes_no_matrix_or_an_unused_one(steps):
-    out = logchain.product(zeros(2, 1, 3), ones(steps, 3, 3), ones(3))
+    bulk = ones(steps, 3, 3).requires_grad_()
+    out = logchain.product(zeros(2, 1, 3), bulk, ones(3))
     torch.testing.assert_close(out, torch.full((2,), 3.0).log())
+    with poisoned_memory():
+        assert torch.equal(torch.autograd.grad(out.sum(), bulk)[0], zeros(steps, 3, 3))
 
 
 def test_one_length_serves_all_sequences():
@@ -138,7 +142,7 @@ def test_values_past_the_end_are_not_checked():
 
 @pytest.mark.parametrize("entries", [1, 7, 20])
 def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
-    monkeypatch.setattr(checks, "_CHECKED", entries)
+    monkeypatch.setattr(weights, "_READ", entries)
     lengths = torch.tensor([[1, 5], [17, 2], [11, 6]])
     x, bulk, p0, _ = FAMILIES["dense"](each=True)
     for i, length in enumerate(lengths.flatten().tolist()):

@@ -104,17 +104,14 @@ class Template:
 
 
 def short_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, wanted: Callable[..., bool]) -> "Short | None":
-    """The `Short` of operands; None for chains of several threads, or if `wanted` returns False.
-
-    `wanted` checks the operands, once for all of the same shapes and strides.
-    """
+    """The `Short` of operands; None for chains of several threads, or if `wanted`, which checks them, returns False."""
     if x.is_neg() or bulk.is_neg() or p0.is_neg():  # the library does not see torch's negative bit
         return None
     places = x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride()
-    key = places, x.dtype, bulk.dtype, p0.dtype, log_params, wanted, torch.get_num_threads()
+    key = places, x.dtype, bulk.dtype, p0.dtype, log_params, torch.get_num_threads()
 
     def make() -> Short | None:
-        if not wanted(x, bulk, p0, log_params) or not x.numel():
+        if not wanted(x, bulk, p0) or not x.numel():
             return None
         chain = Chain.of(x, bulk, p0, None, log_params)
         a, b, c = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))

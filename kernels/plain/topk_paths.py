@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..chain import Chain
@@ -12,12 +11,10 @@ from .viterbi import Messages, without_states
 def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
     """The states (g, m, k, steps) int64 of the k best paths, best first, and the `unknown` sequences (g, m).
 
-    A state is -1 where `viterbi.paths` has -1, and everywhere in a rank with no path. The chain may be shorter than
-    `steps`.
+    A state is -1 where `viterbi.paths` has -1, and everywhere in a rank with no path.
     """
     messages = Messages(chain, None, k)
     weights, index = messages.last.flatten(-2).topk(k)
-    states = torch.full((k, chain.g, chain.m, steps), -1, device=chain.x.device)
-    states[..., : chain.v] = messages.choose(index).movedim(2, 0)
+    states = messages.choose(index).movedim(2, 0)
     masked = messages.unknown[..., None] | ~(weights > -math.inf)  # (g, m, k)
     return without_states(chain, states, masked.movedim(2, 0)).movedim(0, 2), messages.unknown

@@ -9,18 +9,18 @@ The arguments `segments` and `warm_up` are the schedule, see `schedules.choose.S
 derivatives are those of torch's autograd through `scan`, whichever schedule computed the log-partition.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_chain
 from ..kernels.chain import Layout, arithmetic_dtype
 from ..kernels.message import Kept
-from ..operands import Operands
+from ..operands import Operands, check_chain
 from ..rescues import report_chains
+from ..schedules import choose
 from ..schedules import segments as by_segments
 from ..schedules.choose import SEQUENTIAL, Schedule
 from ..tensors import empty_gradients, is_plain
@@ -69,15 +69,11 @@ def _forward(
 def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> Saved:
     """The log-partition of operands with dense matrices, and if `keep` what the gradient needs."""
     x, (segments, warm_up) = operands.x, schedule
-    in_segments = _is_cut(x, segments)
-    chain = operands.dense_chain(whole=in_segments)
-    if in_segments:
+    chain = operands.dense_chain()
+    if _is_cut(x, segments):
         saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
     else:
-        steps = chain.v if operands.packed else x.shape[-2]
-        memory = kernels.messages_of(chain, steps) if keep else None
-        if memory is not None and chain.v < steps:
-            memory[chain.v :] = 0.0
+        memory = kernels.messages_of(chain, chain.v) if keep else None
         options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
         kept, _ = kernels.forward(chain, None, keep=memory, **options)
         report_chains(kept.recomputed)
@@ -87,31 +83,23 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
     return saved._replace(log_norm=in_order)
 
 
-def _go_together(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """True; raises if the operands do not go together."""
-    check_chain(x, bulk, p0)
-    return True
+def short_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
+    """The `kernels.cpu.template.Short` of operands that one thread of a CPU scans in one call of C; None for others.
 
-
-def short_of(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    log_params: bool,
-    wanted: Callable[..., bool] = _go_together,
-) -> Any:
-    """The `kernels.cpu.template.Short` of operands on a CPU, which computes them in one call of C; None for all others.
-
-    `wanted` checks the operands and says whether to take a `Short`; it is called once for all chains of the same
-    shapes, strides, dtypes and `log_params`.
+    Operands are checked, once for all of the same shapes, strides, dtypes and `log_params`.
     """
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
-        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, wanted)
+        return kernels.load("cpu.template").short_of(x, bulk, p0, log_params, _is_one_scan)
     except (AttributeError, RuntimeError):  # an operand that is no dense tensor
         check_chain(x, bulk, p0)
         raise
+
+
+def _is_one_scan(x: Tensor, bulk: Tensor, p0: Tensor) -> bool:
+    check_chain(x, bulk, p0)
+    return not choose.Size.of(x, bulk, p0, False).idle and choose.of(x, bulk, p0, False) == SEQUENTIAL
 
 
 def _is_cut(x: Tensor, segments: int) -> bool:
@@ -159,19 +147,16 @@ def backward(
     """The gradients of `sum(grad * log_norm)`; `saved` and `segments` are those of `forward`."""
     x, bulk, p0, *_ = operands.dense
     grad_x, grad_bulk, grad_p0 = empty_gradients((x, bulk, p0), needs)
-    in_segments = _is_cut(x, segments)
-    chain = operands.dense_chain(by_log=by_log, whole=in_segments)
+    chain = operands.dense_chain(by_log=by_log)
     layout = chain.layout
     wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
     into_x = layout.steps_first(grad_x) if needs[0] else None
-    into_bulk = layout.matrices(wide) if needs[1] else None
-    if operands.packed:
+    into_bulk = layout.matrices(wide)[: len(chain.bulk)] if needs[1] else None
+    if operands.packed or chain.v == 1:
         wide.zero_()  # no transition leads into a first row
-    else:
-        into_x, into_bulk = _until(into_x, chain.v), _until(into_bulk, chain.v - 1)
     saved = saved._replace(log_norm=layout.grouped(saved.log_norm))
     weight = layout.grouped(grad)
-    if in_segments:
+    if _is_cut(x, segments):
         start = by_segments.backward(chain, segments, saved, weight, into_x, into_bulk)
     else:
         halved = saved.extra.dim() == 3
@@ -183,14 +168,6 @@ def backward(
     if needs[2]:
         grad_p0.copy_(layout.states(start).sum_to_size(p0.shape))
     return grad_x, grad_bulk, grad_p0
-
-
-def _until(gradient: Tensor | None, end: int) -> Tensor | None:
-    """The part of a gradient (steps, ...) before `end`; the rest is set to 0."""
-    if gradient is None:
-        return None
-    gradient[end:] = 0.0
-    return gradient[:end]
 
 
 def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *args: Any) -> Gradients:

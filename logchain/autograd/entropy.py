@@ -23,9 +23,8 @@ from ..operands import Operands, as_dense
 from ..rescues import report_chains
 from ..transitions.dense import Dense
 from .dense_operators import log_norm_second
-from .log_partition import dense_posteriors
+from .log_partition import log_norm, posteriors
 from .operator import if_needed, operator
-from .structures import log_norm, posteriors
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
@@ -104,8 +103,9 @@ class _Entropy(torch.autograd.Function):
 def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
     """The posteriors under q less those under p, divided by the weights of q where these are not logarithms."""
     chains = (Operands(x, Dense(bulk), p0, lengths, log_params) for x, bulk, p0 in (p, q))
-    under_p, under_q = (dense_posteriors(chain, (True, True, True), grad)[1] for chain in chains)
-    counts = [one - other for one, other in zip(under_q, under_p, strict=True)]
+    under_p, under_q = (posteriors(chain, (True, True, True), grad)[1] for chain in chains)
+    flat: Any = ((counts.x, *(counts.parameters or ()), counts.p0) for counts in (under_q, under_p))
+    counts = [one - other for one, other in zip(*flat, strict=True)]
     if log_params:
         return counts
     # 0 also where the weight is NaN past a sequence's end

@@ -1,10 +1,10 @@
-"""The log-partition as an autograd Function of any schedule, and the schedules of chains of dense matrices.
+"""The log-partition and the posteriors of chains of any transition, differentiable twice and once.
 
-`LogPartition`, with its derivatives `Posteriors` and `Covariances`, takes tensors and a `Schedule`, which computes
-their log-partition and its gradients: that of short chains, of checkpoints, of packed sequences, or of `structures`.
-The operators of `dense_operators` compute all other dense chains, also inside torch.compile and torch.func. In both
-the gradients are posterior marginals, computed by a backward pass from the operands and all or some of the forward
-messages.
+The operators of `dense_operators` compute dense matrices, also inside torch.compile and torch.func. All else is a
+`Schedule` of the Function `LogPartition`, with its derivatives `Posteriors` and `Covariances`: short chains, pieces
+with checkpoints, packed sequences, and structures. On a CPU products of factors, bands and arcs have kernels; any other
+structure is scanned in log space. The gradients are posterior marginals, computed by a backward pass from the operands
+and all or some of the forward messages. Second derivatives are those of torch's autograd through the scan.
 """
 
 from collections.abc import Sequence
@@ -16,69 +16,89 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values
 from ..internals import is_mapped, is_transformed
-from ..operands import Operands
+from ..kernels.numbers import log_weights
+from ..kernels.structured import Gradients, Walk
+from ..operands import Operands, is_blocks
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
 from ..tensors import differentiated, is_plain
+from ..transitions import LOG
 from ..transitions.dense import Dense
 from . import dense_operators as operators
 from .dense_operators import Saved
-from .operator import Final, apply, if_needed
+from .logarithms import gradients as gradients_in_logarithms
+from .operator import Final, apply
 from .scan import Steps, second_derivatives, total
 
-# which tensors need a gradient, and the gradients
+# which tensors need a gradient, and their gradients
 Needs = tuple[bool, ...]
-Gradients = tuple[Tensor | None, ...]
+Results = tuple[Tensor | None, ...]
 
 
-def dense_log_norm(
-    operands: Operands, schedule: choose.Schedule | None = None, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """The log-partition [*B] of dense matrices, computed in float64, as a tensor of `dtype`.
+def log_norm(operands: Operands, schedule: choose.Schedule | None = None) -> Tensor:
+    """The log-partition [*B] in float64; `schedule` of dense matrices, by default that of `choose`."""
+    differentiable = differentiated(*operands.tensors)
+    if operands.is_dense and not operands.packed:
+        x, bulk, p0, lengths, _ = operands.dense
+        # tensors of torch.func may report that they need no gradient
+        keep = differentiable or (torch.is_grad_enabled() and is_transformed())
+        value: Tensor = operators.log_norm(
+            *operands.dense, keep, *(schedule or choose.of(x, bulk, p0, lengths is not None))
+        )[0]
+        return value.clone() if keep else value  # autograd may have saved the value, which the caller may change
+    if operands.x.numel() == 0:  # no values, but a graph
+        zeros = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
+        return torch.stack(zeros).sum().expand(operands.x.shape[:-2])
+    if is_blocks(operands.transition.pattern):
+        return _of_blocks(operands)
+    if not differentiable:
+        return forward(operands, False).log_norm
+    value = apply(LogPartition, _Whole(operands.skeleton()), *operands.tensors)
+    return value
 
-    `schedule`: by default that of `choose`.
+
+def _of_blocks(operands: Operands) -> Tensor:
+    """The log-partition [*B] of blocks that do not mix: each is a separate chain of dense matrices."""
+    x, transition, p0, ends, log_params, _ = operands
+    (blocks,) = transition.parameters
+    count, size = blocks.shape[-3:-1]
+    sequences = x.unflatten(-1, (count, size)).movedim(-2, -3)  # [*B, blocks, v, size]
+    lengths = None if ends is None else ends[..., None].expand(*ends.shape, count)
+    matrices, starts = Dense(blocks.movedim(-3, -4)), p0.unflatten(-1, (count, size))
+    values = log_norm(Operands(sequences, matrices, starts, lengths, log_params))
+    unknown = values.isnan().any(-1)
+    # the gradient of the branch that is not selected is 0, not NaN
+    return torch.where(unknown, values.sum(-1), LOG.sum(values.masked_fill(unknown[..., None], 0.0), -1))
+
+
+def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, Gradients]:
+    """The log-partition [*B] in float64, and the expected counts of states, parameters and first states.
+
+    They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of
+    parameters and p0, of the dtype of the arithmetic, and differentiable once.
     """
-    keep = differentiated(*operands.tensors)
-    if operands.packed:
-        value: Tensor
-        if keep:
-            value = apply(LogPartition, _Packed(operands.skeleton()), *operands.tensors)
-        else:
-            value = _forward_in_place(operands, False).log_norm
-        return value.to(dtype)
-    x, bulk, p0, lengths, log_params = dense = operands.dense
-    schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
-    # tensors of torch.func may report that they need no gradient
-    keep = keep or (torch.is_grad_enabled() and is_transformed())
-    value = operators.log_norm(*dense, keep, *schedule)[0]
-    return value.to(dtype, copy=keep)  # autograd may have saved the value, which the caller may change
-
-
-def dense_posteriors(
-    operands: Operands, needs: Needs, weight: Tensor | None = None
-) -> tuple[Tensor, operators.Gradients]:
-    """The log-partition [*B] in float64, and the gradients of its sum with respect to x, log bulk and log p0.
-
-    These are state posteriors, expected transitions and initial posteriors, times a `weight` [*B] if there is one, and
-    each in the shape of its operand; an empty tensor for one that is not needed.
-    """
-    if operands.packed:
-        saved = _forward_in_place(operands, True)
+    operands = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
+    again = differentiated(*operands.tensors)
+    if operands.is_dense and not operands.packed:
+        x, bulk, p0, lengths, log_params = dense = operands.dense
+        schedule = choose.of(x, bulk, p0, lengths is not None)
+        saved = Saved(*operators.log_norm(*dense, True, *schedule))
         weight = torch.ones_like(saved.log_norm) if weight is None else weight
-        with kernels.arithmetic_on(operands.x):
-            return saved.log_norm, operators.backward(operands, saved, weight, needs, by_log=True)
-    x, bulk, p0, lengths, log_params = dense = operands.dense
-    by_log, schedule = True, choose.of(x, bulk, p0, lengths is not None)
-    saved = Saved(*operators.log_norm(*dense, True, *schedule))
-    weight = torch.ones_like(saved.log_norm) if weight is None else weight
-    gradients = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, by_log, *needs, *schedule)
-    return saved.log_norm, gradients
-
-
-def _forward_in_place(operands: Operands, keep: bool) -> Saved:
-    with kernels.arithmetic_on(operands.x):
-        return operators.forward(operands, keep)
+        counts = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, True, *needs, *schedule)
+        return saved.log_norm, Gradients(counts[0], (counts[1],), counts[2])
+    direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
+    if direct and not again:
+        walk = forward(operands, True)
+        weight = torch.ones_like(walk.log_norm) if weight is None else weight
+        return walk.log_norm, backward(operands, walk, weight, needs, by_log=True)
+    with torch.enable_grad():
+        logs = _logarithms(operands)
+        value = log_norm(logs)
+        weight = torch.ones_like(value) if weight is None else weight
+        gradients = torch.autograd.grad(value, logs.tensors, weight, create_graph=again, materialize_grads=True)
+    x, p0, *parameters = gradients
+    return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
@@ -101,8 +121,8 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     if torch.compiler.is_compiling():
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
     if operands.x.numel() == 0 or not has_values(p0):
-        return dense_log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
-    schedule = _Checkpoints(operands.skeleton(), every, progress)
+        return log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
+    schedule = Checkpoints(operands, every, progress)
     value: Tensor = apply(LogPartition, schedule, *tensors) if keep else schedule.forward(*tensors, keep=False)[0]
     return value
 
@@ -113,7 +133,7 @@ class Schedule(Protocol):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The log-partition [*B] in separate memory, and what `gradients` needs besides the tensors."""
 
-    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
         """The gradients of `sum(grad * log_norm)` with respect to the tensors that need one."""
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
@@ -142,7 +162,7 @@ class LogPartition(torch.autograd.Function):
         return None, *schedule.gradients(tensors, residuals, grad, needs)
 
 
-def _by_scan(schedule: Schedule, tensors: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+def _by_scan(schedule: Schedule, tensors: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         tensors = tensors if again else [tensor.detach().requires_grad_() for tensor in tensors]
@@ -155,7 +175,7 @@ class Posteriors(torch.autograd.Function):
     """schedule, needs, grad, *tensors, *saved -> the gradients of tensors, None for one that is not needed."""
 
     @staticmethod
-    def forward(ctx: Any, schedule: Schedule, needs: Needs, grad: Tensor, *args: Tensor) -> Gradients:
+    def forward(ctx: Any, schedule: Schedule, needs: Needs, grad: Tensor, *args: Tensor) -> Results:
         tensors, saved = args[: len(needs)], args[len(needs) :]
         ctx.schedule, ctx.residuals = schedule, len(saved)
         ctx.save_for_backward(grad, *tensors)
@@ -189,52 +209,105 @@ class _Short(NamedTuple):
         report_chains(recomputed)
         return value, (residuals,)
 
-    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
+    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
         return tuple(self.short.gradients(*operands, saved[0].contiguous(), grad, needs))
 
     def log_norm(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
         return total(Steps(x, Dense(bulk), p0, None, self.log_params))
 
 
-class _Checkpoints(NamedTuple):
-    """The sequential schedule in pieces of `every` steps, which saves only the messages between pieces."""
-
-    skeleton: Operands
-    every: int
-    progress: bool
-
-    def forward(self, *operands: Tensor, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with kernels.arithmetic_on(operands[1]):
-            value, checkpoints = self._pieces(operands).forward(keep)
-        return value.clone(), (value, checkpoints)
-
-    def gradients(self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        with kernels.arithmetic_on(grad):
-            return self._pieces(operands).backward(grad, saved[0], saved[1], needs)
-
-    def log_norm(self, *operands: Tensor) -> Tensor:
-        raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
-
-    def _pieces(self, operands: Sequence[Tensor]) -> Checkpoints:
-        return Checkpoints(self.skeleton.of(*operands), self.every, self.progress)
-
-
-class _Packed(NamedTuple):
-    """The sequential schedule of packed sequences that kernels read in place, for x, p0 and bulk."""
+class _Whole(NamedTuple):
+    """The scan of structures, or of packed sequences that kernels read in place, for the tensors of `Operands`."""
 
     skeleton: Operands
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        saved = _forward_in_place(self.skeleton.of(*tensors), True)
-        return saved.log_norm.clone(), saved
+        walk = forward(self.skeleton.of(*tensors), True)
+        return walk.log_norm.clone(), (walk.log_norm, walk.flagged, *walk.kept)  # the caller may change the value
 
-    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Gradients:
-        (x, p0, bulk), operands = needs, self.skeleton.of(*tensors)
-        with kernels.arithmetic_on(grad):
-            by_x, by_bulk, by_p0 = operators.backward(operands, Saved(*saved), grad, (x, bulk, p0))
-        return if_needed((by_x, by_p0, by_bulk), needs)
+    def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
+        log_norm, flagged, *kept = saved
+        wanted = needs[0], any(needs[2:]), needs[1]
+        x, parameters, p0 = backward(self.skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged), grad, wanted)
+        gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
+        return tuple(
+            one.to(tensor.dtype) if need and one is not None else None
+            for one, tensor, need in zip(gradients, tensors, needs, strict=True)
+        )
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
+        if not self.skeleton.packed:
+            return total(self.skeleton.of(*tensors).steps())
         packed = self.skeleton.packed.of_tensors(*tensors)
         value: Tensor = packed.by_sequence(packed.map(lambda operands: total(operands.steps())))
         return value
+
+
+def forward(operands: Operands, keep: bool) -> Walk:
+    """The log-partitions, and if `keep` what `backward` reads."""
+    if not has_values(operands.x):
+        value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
+        return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
+    with kernels.arithmetic_on(operands.x), torch.no_grad():
+        if operands.packed:
+            log_norm, messages, extra, recomputed = operators.forward(operands, keep)
+            return Walk(log_norm, (messages, extra), recomputed)
+        module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+        walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
+        if walk is None:
+            value = total(operands.steps()).contiguous()
+            walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
+        elif len(chosen := _chosen(walk.flagged)):
+            walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
+    report_chains(walk.flagged)
+    return walk
+
+
+def _chosen(mask: Tensor) -> Tensor:
+    """The sequences in a mask [*B], as indices of the flattened batch."""
+    return mask.flatten().nonzero()[:, 0]
+
+
+def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
+    """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+    if not has_values(operands.x):
+        x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
+        return Gradients(x, tuple(parameters), p0)
+    with kernels.arithmetic_on(operands.x):
+        if operands.packed:
+            messages, extra = walk.kept
+            saved = Saved(walk.log_norm, messages, extra, walk.flagged)
+            x, bulk, p0 = operators.backward(operands, saved, weight, needs, by_log=by_log)
+            return Gradients(x, (bulk,), p0)
+        module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+        gradients: Gradients | None = None
+        if module is not None and walk.kept:
+            gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
+        if gradients is None:
+            return gradients_in_logarithms(operands, weight, by_log=by_log)
+        if gradients.parameters is not None:
+            gradients = gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
+        chosen = _chosen(walk.flagged & (weight != 0))
+        if len(chosen):
+            part = operands.selected(chosen)
+            more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
+            _add(operands, gradients, more, chosen)
+    return gradients
+
+
+def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
+    """Add the gradients of the chosen sequences to those of all."""
+    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
+    for into, part in zip(totals, parts, strict=False):
+        if into is not None and part is not None:
+            index = operands.batch_index(into, chosen)
+            _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))
+
+
+def _logarithms(operands: Operands) -> Operands:
+    """Operands of the chain's dtype whose parameters are logarithms, differentiable functions of the originals."""
+    x, p0, *parameters = operands.tensors
+    if not operands.log_params:
+        p0, *parameters = (log_weights(one, False, operands.dtype) for one in (p0, *parameters))
+    leaves = [one if one.requires_grad else one.detach().requires_grad_() for one in (x, p0, *parameters)]
+    return operands.of(*leaves)._replace(log_params=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..internals import autograd_in_operators, is_transformed
-from ..kernels.chain import Chain, arithmetic_dtype
+from ..kernels.chain import arithmetic_dtype
 from ..operands import Operands
 from ..tensors import differentiated
 from ..transitions.dense import Dense
@@ -28,7 +28,7 @@ def messages(operands: Operands) -> Messages:
         return _by_scan(operands)
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
-            results: Any = _in_place(operands)
+            results: Any = _in_c(operands)
     else:
         results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
     if results is None:
@@ -45,23 +45,19 @@ def _by_scan(operands: Operands) -> Messages:
 
 
 def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Messages:
-    forward, backward, log_norm = _shapes(x, bulk, p0)
+    operands = Operands(x, Dense(bulk), p0, lengths, log_params)
     if x.numel() == 0:
-        return forward, backward, log_norm
-    if not kernels.in_c(x):
-        return _by_scan(Operands(x, Dense(bulk), p0, lengths, log_params))
-    chain = Chain.of(x, bulk, p0, lengths, log_params)
-    first, last = chain.layout.steps_first(forward), chain.layout.steps_first(backward)
-    first[chain.v :] = last[chain.v :] = -torch.inf
-    values = kernels.load("cpu.dense").messages(chain, first[: chain.v], last[: chain.v])
-    log_norm.copy_(chain.layout.batched(values))
-    return forward, backward, log_norm
+        return _shapes(x, bulk, p0)
+    return _in_c(operands) if kernels.in_c(x) else _by_scan(operands)
 
 
-def _in_place(operands: Operands) -> Messages:
+def _in_c(operands: Operands) -> Messages:
+    """The results for dense matrices on a CPU."""
     chain = operands.dense_chain()
-    forward, backward = (chain.new(*chain.x.shape) for _ in range(2))
-    return forward, backward, chain.layout.batched(kernels.load("cpu.dense").messages(chain, forward, backward))
+    forward, backward = (chain.new(*operands.x.shape) for _ in range(2))
+    in_order = (chain.layout.steps_first(messages) for messages in (forward, backward))
+    log_norm = chain.layout.batched(kernels.load("cpu.dense").messages(chain, *in_order))
+    return forward, backward, log_norm.to(chain.dtype).contiguous()
 
 
 def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.numbers import log_weights
+from ..kernels.numbers import relative_logs
 from .matmul import log_matmul
 from .paths import sum_of_logs
 from .products import log_product
@@ -23,31 +23,14 @@ def log_norm_by_tree(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None
         identity = torch.eye(c, dtype=x.dtype, device=x.device)
         bulk = torch.where(padding[..., None, None], identity.log() if log_params else identity, bulk)
         x = torch.cat([x[..., :1, :], x[..., 1:, :].masked_fill(padding[..., None], 0.0)], -2)
-    x, top_x = _relative(x, -1, log=True)
-    bulk, top_bulk = _relative(bulk, (-2, -1), log=log_params)
-    p0, top_p0 = _relative(p0, -1, log=log_params)
+    x, top_x = relative_logs(x, -1, log=True)
+    bulk, top_bulk = relative_logs(bulk, (-2, -1), log=log_params)
+    p0, top_p0 = relative_logs(p0, -1, log=log_params)
     matrices = _plus(bulk, x[..., 1:, None, :]).expand(*batch, v - 1, c, c)
     start = _plus(p0, x[..., 0, :]).expand(*batch, c)[..., None, :]
     last = log_matmul(log_matmul(start, log_product(matrices, inplace=False)), start.new_zeros(*batch, c, 1))
-    tops = top_x, top_bulk.expand(*batch, v - 1), top_p0[..., None].expand(*batch, 1)
+    tops = top_x[..., 0], top_bulk[..., 0, 0].expand(*batch, v - 1), top_p0.expand(*batch, 1)
     return sum_of_logs(torch.cat([*tops, last[..., 0]], -1), exact=True)
-
-
-def _relative(weights: Tensor, axes: int | tuple[int, int], *, log: bool) -> tuple[Tensor, Tensor]:
-    """The logarithms of weights less the largest along some axes, by which they are rounded otherwise, and the largest.
-
-    The differentiable counterpart of `kernels.numbers.relative_logs`.
-    """
-    top = weights.detach().amax(axes, keepdim=True)
-    if log:
-        top = torch.where(top.isfinite(), top, 0.0)
-        return weights - top, top.squeeze(axes)
-    top = torch.where(top.isfinite() & (top > 0), top, 1.0)
-    # the quotient of a small weight may underflow, where the difference of logarithms does not
-    small = (weights.detach() / top < torch.finfo(top.dtype).tiny) & (weights > 0)
-    of_small = torch.where(small, weights, 1.0).log() - top.log()
-    logs = torch.where(small, of_small, log_weights(torch.where(small, 1.0, weights / top), False, torch.float64))
-    return logs, top.log().squeeze(axes)
 
 
 def _plus(a: Tensor, b: Tensor) -> Tensor:

@@ -19,9 +19,12 @@ from .. import arguments, kernels
 from ..internals import is_transformed
 from ..kernels.chain import Chain
 from ..kernels.message import Kept, Message
+from ..kernels.weights import Weights
+from ..operands import check_chain, check_signs
 from ..rescues import report_boundaries, report_chains
 from ..schedules.segments import disagree
 from ..tensors import differentiated
+from ..transitions.dense import Dense
 from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many
@@ -193,13 +196,14 @@ def _described(
     for name, operand in (("x", x), ("bulk", bulk), ("p0", p0)):
         if hasattr(operand, "to_local"):
             raise TypeError(f"{name}: expected a tensor of this rank alone, got a DTensor; pass its to_local()")
-    arguments.check_chain(x, bulk, p0, part=True)
+    check_chain(x, bulk, p0, part=True)
     if function not in ("product", "log_prob") and differentiated(x, bulk, p0):
         raise NotImplementedError(f"{function}: expected no gradients, as it has no derivative; use torch.no_grad()")
     ends = None if lengths is None else arguments.tensor_of(lengths)
     if ends is not None and ends.numel():
         arguments.check_integers("lengths", ends)
-    arguments.check_signs(bulk, p0, log_params)
+    if not log_params:
+        check_signs(x, Dense(bulk), p0, lambda: [Weights("bulk", bulk), Weights("p0", p0)])
     check()
     return {
         "function": function,

@@ -10,6 +10,7 @@ The device of p0 computes. Operands that lie on the host are moved there a piece
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -25,65 +26,69 @@ from .transfers import Gradient, pieces
 
 
 class Checkpoints:
-    """A chain in pieces of `every` transitions, of which the last has what is left."""
+    """A `Schedule` for `autograd.LogPartition`: pieces of `every` transitions, of which the last has what is left."""
 
     def __init__(self, operands: Operands, every: int, progress: bool = False) -> None:
-        self._operands, self._every, self._progress = operands, every, progress
-        self._chain = operands.dense_chain()
-        self._layout = self._chain.layout
-        last = self._chain.v - 1
+        self._skeleton, self._progress, last = operands.skeleton(), progress, operands.x.shape[-2] - 1
         # ranges of transitions and of variables of each piece; no transition leads into the first variable of all
         stops = [*range(every, last, every), last]
         self._transitions = list(zip([0, *stops], stops, strict=False))
         self._variables = [(start and start + 1, stop + 1) for start, stop in self._transitions]
+        self._longest = min(every, last + 1)
 
-    def forward(self, keep: bool) -> tuple[Tensor, Tensor]:
-        """The log-partition [*B] in float64, and the checkpoints (pieces - 1, g, m, c), none unless `keep`."""
-        chain, p0, last = self._chain, self._operands.p0, len(self._variables) - 1
+    def forward(self, *operands: Tensor, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The log-partition [*B] in float64, and saved: the same, and checkpoints (pieces - 1, g, m, c) if `keep`."""
+        chain, p0, last = self._skeleton.of(*operands).dense_chain(), operands[1], len(self._variables) - 1
         checkpoints = p0.new_empty((last if keep else 0, chain.g, chain.m, chain.c), dtype=torch.float64)
         recomputed = torch.zeros(chain.g, chain.m, dtype=torch.bool, device=p0.device)
         message: Message | None = None
-        for i, piece in self._pieces(range(last + 1), "forward"):
-            residuals, message = kernels.forward(piece, message, leave=True)
-            recomputed |= residuals.recomputed
-            if keep and i < last:
-                checkpoints[i] = message.values
+        with kernels.arithmetic_on(p0):
+            for i, piece in self._pieces(chain, p0.device, range(last + 1), "forward"):
+                residuals, message = kernels.forward(piece, message, leave=True)
+                recomputed |= residuals.recomputed
+                if keep and i < last:
+                    checkpoints[i] = message.values
         assert message is not None
         report_chains(recomputed)
         log_norm = message.log_norm
         if chain.ends is not None:  # on a GPU lengths have not been checked
             log_norm = log_norm.masked_fill(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
-        return self._layout.batched(log_norm), checkpoints
+        value = chain.layout.batched(log_norm)
+        return value.clone(), (value, checkpoints)
 
-    def backward(
-        self, grad: Tensor, log_norm: Tensor, checkpoints: Tensor, needs: tuple[bool, ...]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(
+        self, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
         """The gradients of x, p0 and bulk of `sum(grad * log_norm)`, None for one that is not needed."""
-        (x, p0, bulk), layout, chain = self._operands.tensors, self._layout, self._chain
+        (x, p0, bulk), (log_norm, checkpoints) = operands, saved
+        chain = self._skeleton.of(*operands).dense_chain()
+        layout = chain.layout
         weight, norms = layout.grouped(grad), layout.grouped(log_norm)
         of_x, of_bulk = (operand if need else None for operand, need in ((x, needs[0]), (bulk, needs[2])))
         into_x = Gradient(of_x, layout.steps_first, self._variables, x.dtype, p0.device)
-        into_bulk = Gradient(of_bulk, self._matrices, self._transitions, chain.dtype, p0.device)
-        messages = p0.new_empty(min(self._every, chain.v) + 1, chain.g, chain.m, chain.c, dtype=chain.dtype)
+        into_bulk = Gradient(of_bulk, partial(_matrices, chain), self._transitions, chain.dtype, p0.device)
+        messages = p0.new_empty(self._longest + 1, chain.g, chain.m, chain.c, dtype=chain.dtype)
         scale, following = torch.zeros(2, *norms.shape, dtype=torch.float64, device=p0.device), None
-        for i, piece in self._pieces(range(len(self._variables))[::-1], "backward"):
-            entering = Message(checkpoints[i - 1], scale) if i > 0 else None
-            residuals, _ = kernels.forward(piece, entering, keep=messages, leave=following is not None)
-            residuals, into = residuals._replace(log_norm=norms), (into_x.piece(i), into_bulk.piece(i))
-            following = kernels.backward(piece, residuals, weight, following, *into)
-            into_x.put()
-            into_bulk.put()
+        with kernels.arithmetic_on(grad):
+            for i, piece in self._pieces(chain, p0.device, range(len(self._variables))[::-1], "backward"):
+                entering = Message(checkpoints[i - 1], scale) if i > 0 else None
+                residuals, _ = kernels.forward(piece, entering, keep=messages, leave=following is not None)
+                residuals, into = residuals._replace(log_norm=norms), (into_x.piece(i), into_bulk.piece(i))
+                following = kernels.backward(piece, residuals, weight, following, *into)
+                into_x.put()
+                into_bulk.put()
         assert following is not None
         grad_p0 = layout.states(following).sum_to_size(p0.shape).to(p0.dtype) if needs[1] else None
         return into_x.whole(), grad_p0, into_bulk.whole()
 
-    def _matrices(self, bulk: Tensor) -> Tensor:
-        matrices: Tensor = self._layout.matrices(bulk)[: len(self._chain.bulk)]
-        return matrices
+    def log_norm(self, *operands: Tensor) -> Tensor:
+        """Raise, for a second derivative."""
+        raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
 
-    def _pieces(self, order: Sequence[int], title: str) -> Iterator[tuple[int, Chain]]:
+    def _pieces(
+        self, chain: Chain, device: torch.device, order: Sequence[int], title: str
+    ) -> Iterator[tuple[int, Chain]]:
         """The number and the chain of each piece, in this order; valid until the next is taken."""
-        chain, device = self._chain, self._operands.p0.device
         potentials = pieces(chain.x, [self._variables[i] for i in order], device)
         if len(chain.bulk) == 1:
             matrices: Iterator[Tensor] = repeat(chain.bulk.to(device))
@@ -93,3 +98,8 @@ class Checkpoints:
             start, stop = self._variables[i]
             ends = None if chain.ends is None else (chain.ends - start).clamp(0 if i > 0 else 1, stop - start)
             yield i, replace(chain, x=x, bulk=bulk, ends=ends)
+
+
+def _matrices(chain: Chain, bulk: Tensor) -> Tensor:
+    matrices: Tensor = chain.layout.matrices(bulk)[: len(chain.bulk)]
+    return matrices

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_alone, check_chain, check_choice
+from ..arguments import check_alone, check_choice
 from ..internals import constant_in_graphs
 from ..kernels.chain import FEW_STATES, arithmetic_dtype, has_idle_threads
 
@@ -82,18 +82,6 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto
         cut = name == "segments" and not (lengths and kernels.on_gpu(p0))
         return Schedule(*(map(int, numbers) if numbers else [_UNKNOWN])) if cut else SEQUENTIAL
     return choose(Size.of(x, bulk, p0, lengths), kernels.on_gpu(p0), strategy)[0]
-
-
-def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """Whether operands, which are checked, take one scan."""
-    check_chain(x, bulk, p0)
-    return of(x, bulk, p0, False) == SEQUENTIAL
-
-
-def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """Whether forward and backward messages of operands, which are checked, are computed one after the other."""
-    check_chain(x, bulk, p0)
-    return not Size.of(x, bulk, p0, False).idle
 
 
 @constant_in_graphs
@@ -167,12 +155,14 @@ def _warn_of_former(name: str) -> None:
     warnings.warn(f"strategy: {name!r} is now {now!r}; pass {now!r} or 'auto'", FutureWarning, stacklevel=5)
 
 
-def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> str:
-    """The strategy; raises for arguments of a wrong kind, and for a strategy with an option that needs one scan."""
+def check_options(strategy: object, memory_budget: object, excluded: dict[str, bool]) -> str:
+    """The strategy; raises for arguments of a wrong kind, and for those that what is `excluded` has not."""
     name = check_strategy(strategy)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
+    if memory_budget is not None:
+        check_alone("memory_budget", memory_budget, "None", excluded)
     if name not in ("auto", "sequential"):
-        options = {**options, "memory_budget": memory_budget is not None}
-        check_alone("strategy", strategy, "'auto' or 'sequential'", options)
+        excluded = {**excluded, "memory_budget": memory_budget is not None}
+        check_alone("strategy", strategy, "'auto' or 'sequential'", excluded)
     return name

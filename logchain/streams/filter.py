@@ -11,11 +11,11 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values
 from ..autograd.scan import Message, Steps, forward_messages
-from ..chain import check_shared_signs
 from ..internals import between_graphs, tree_leaves
 from ..kernels import message as linear
 from ..kernels.chain import Chain
 from ..kernels.numbers import probabilities, shifted
+from ..operands import check_signs
 from ..rescues import report_chains
 from ..tensors import differentiated
 from ..transitions import LOG, Transition
@@ -38,7 +38,7 @@ def filtered(piece: Piece, entering: Message, dtype: torch.dtype | None, with_me
     """
     x = piece.x
     if not piece.log_params:
-        check_shared_signs(x, piece.transition, piece.p0, piece.weights)
+        check_signs(x, piece.transition, piece.p0, piece.weights)
     if x.numel() == 0:
         return entering, None if dtype is None else x.to(dtype), x.double()
     dense = isinstance(piece.transition, Dense) and has_values(x)

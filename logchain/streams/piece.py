@@ -11,11 +11,10 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_has_values, check_tensor, check_values, has_values
 from ..autograd.scan import Message
-from ..chain import named_weights
 from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
 from ..kernels.weights import Weights, check_weights
-from ..operands import check_products
+from ..operands import check_products, named_weights
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 

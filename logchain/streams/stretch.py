@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..autograd.scan import Message
-from ..kernels.chain import Chain, Layout, arithmetic_dtype, is_view
+from ..kernels.chain import Chain, Layout, arithmetic_dtype
 from ..kernels.message import Kept
 from ..rescues import report_chains
 from .piece import Piece, selected
@@ -35,7 +35,7 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
         plain = x.dtype == bulk.dtype == arithmetic_dtype(x, bulk, p0) and not bulk.is_neg() and bulk.shape[-3] == 1
         if not plain or x.dim() < 2 or x.numel() == 0 or (*x.shape[:-2], x.shape[-1]) != message.shape:
             return None
-        if x.stride(-1) != 1 or not (is_view(x, 2) and in_place(x, bulk)):
+        if x.stride(-1) != 1 or not in_place(x, bulk):
             return None
         stretch = stretch_of(x, bulk, p0, log_params)
         return (stretch, x.new_empty(x.shape[:-2])) if stretch.on_one_thread else None
@@ -57,7 +57,7 @@ def forward(
     """
     dtype = arithmetic_dtype(piece.x, piece.bulk, piece.p0)
     x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (piece.x, piece.bulk, piece.p0))
-    x, entered = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous(), piece.going
+    x, entered = x if x.stride(-1) == 1 else x.contiguous(), piece.going
     if not entered and bulk.shape[-3] > 1:
         bulk = bulk[..., 1:, :, :]
     layout, places = Layout.of(x, bulk), [(one.shape, one.stride()) for one in (x, bulk, p0)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import arguments
 from logchain import kernels as devices
+from logchain.operands import check_operands
 from logchain.schedules import budget
 from logchain.schedules import transfers as pieces
 from tests.backends import on
@@ -205,7 +205,7 @@ def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
         logchain.product(x, bulk, p0.to("meta"))
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: tensor.device.type == "meta")
     for mixed in ((x, bulk), (x.to("meta"), bulk), (x, bulk.to("meta"))):
-        ends = arguments.check_question(*mixed, p0.to("meta"), False, [3, 5], in_pieces=True)
+        ends = check_operands(*mixed, p0.to("meta"), False, [3, 5], in_pieces=True).lengths
         assert ends.device.type == "meta"
     with pytest.raises(ValueError, match="^x: expected device cpu, got meta"):
         logchain.product(x.to("meta"), bulk, p0, memory_budget=10**6)

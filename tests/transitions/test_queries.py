@@ -226,12 +226,13 @@ def test_wrong_operands_are_named():
     x, p0 = torch.zeros(2, V, C), torch.ones(C)
     three = transitions.Banded(torch.ones(3, 1, 2, C), [0, 1])
     packed = {"cu_seqlens": torch.tensor([0, V]), "lengths": 1}
+    one_scan = "'auto' or 'sequential' with a structure as bulk"
     cases = [
         ("bulk: expected 11 states to go with x [2, 6, 11], got 12", (x[..., :11], structure, p0[:11]), {}),
         ("bulk: expected shape [1 or 2, 5 or 1, 2, 12] to go with x [2, 6, 12], got [3, 1, 2, 12]", (x, three, p0), {}),
         ("p0: expected shape [12] to go with x [2, 6, 12], got [11]", (x, structure, p0[:11]), {}),
-        ("memory_budget: expected None where bulk is a structure, got 5", (x, structure, p0), {"memory_budget": 5}),
-        ("strategy: expected 'auto' or 'sequential', got 'tree'", (x, structure, p0), {"strategy": "tree"}),
+        ("memory_budget: expected None with a structure as bulk, got 5", (x, structure, p0), {"memory_budget": 5}),
+        (f"strategy: expected {one_scan}, got 'tree'", (x, structure, p0), {"strategy": "tree"}),
         ("lengths: expected values from 1 to v = 6, got 0 to 7", (x, structure, p0), {"lengths": [0, 7]}),
         ("log_params: expected True or False, got 1", (x, structure, p0), {"log_params": 1}),
         ("lengths: expected None with cu_seqlens, which holds them", (x[0], structure, p0), packed),
