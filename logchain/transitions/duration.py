@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..chain_arguments import ChainArguments
+from ..kernels.structured import Durations
 from .semiring import Semiring
 from .transition import Transition, check_parameter
 
@@ -50,6 +51,22 @@ class Duration(Transition):
             raise ValueError(f"durations: expected [..., {c}, D] to go with matrix, got {list(durations.shape)}")
         super().__init__(matrix, durations)
         self.states = c * durations.shape[-1]
+
+    @property
+    def pattern(self) -> Durations:
+        """The sizes of both parameters."""
+        return Durations(*self.durations.shape[-2:])
+
+    def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One parameter of the entries of both; see `Transition.to_pattern`."""
+        return (torch.cat([one.expand(*self.lead, -1, -1).flatten(-2) for one in parameters], -1),)
+
+    def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of both parameters; see `Transition.from_pattern`."""
+        (total,) = gradients
+        parts = total.split([one.shape[-2:].numel() for one in self.parameters], -1)
+        pairs = zip(parts, self.parameters, strict=True)
+        return tuple(part.unflatten(-1, one.shape[-2:]).sum_to_size(one.shape) for part, one in pairs)
 
     @property
     def matrix(self) -> Tensor:
