@@ -1,4 +1,4 @@
-"""Chains whose transitions are bands, arcs or durations, as `kernels.plain` defines them, by the exact scan of the C library.
+"""Chains whose transitions are bands, arcs or durations, by the exact scan of the C library.
 
 Messages are numbers of a mantissa and an exponent, in which nothing underflows. Exponents are exact up to 2^24 in
 float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or by the scan of any

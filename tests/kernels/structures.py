@@ -1,4 +1,4 @@
-"""Chains whose matrices are arcs, bands or products of factors, and a check of their scans against dense matrices."""
+"""Chains of structures of each kind, and a check of their scans against dense matrices."""
 
 import math
 from collections.abc import Callable
@@ -50,6 +50,10 @@ def bands(c: int, *offsets: int) -> Kind:
     return Kind(c, [(len(offsets), c)], lambda values: transitions.Banded(values, offsets))
 
 
+def durations(segments: int, longest: int) -> Kind:
+    return Kind(segments * longest, [(segments, segments), (segments, longest)], transitions.Duration)
+
+
 def low_rank(c: int, r: int, diagonal: bool = True) -> Kind:
     return Kind(c, [(c, r), (c, r), *([(c,)] if diagonal else [])], transitions.LowRank)
 
@@ -69,6 +73,7 @@ def kronecker(*sizes: int) -> Kind:
 KINDS = {
     "arcs": random_arcs(9),
     "bands": bands(11, 0, 1, -3),
+    "durations": durations(4, 3),
     "low_rank": low_rank(11, 3),
     "low_rank_only": low_rank(9, 2, False),
     "block_diagonal": block_diagonal(3, 5),
@@ -198,6 +203,15 @@ def dense(structure: transitions.Transition) -> Tensor:
                 return matrix
             diagonal = nothing.diagonal_scatter(others[1].expand(nothing.shape[:-1]), 0, -2, -1)
             return _sum(torch.stack([matrix.expand_as(nothing), diagonal]), 0)
+        case transitions.Duration():
+            longest = others[0].shape[-1]
+            for source in range(c):
+                if source % longest:
+                    nothing[..., source, source - 1] = 0.0
+                else:
+                    entries = first[..., source // longest, :, None] + others[0]
+                    nothing[..., source, :] = entries.flatten(-2)
+            return nothing
         case transitions.BlockDiagonal():
             places = torch.arange(c).view(first.shape[-3:-1])
             nothing[..., places[:, :, None], places[:, None]] = first
