@@ -150,6 +150,7 @@ RARE = {
 TWO_STATES = {
     "arcs": structures.arcs(2, [(0, 0), (1, 1)]),
     "bands": structures.bands(2, 0),
+    "durations": structures.durations(2, 1),
     "factors": structures.monarch(2, 1, 1),
 }
 IDENTITY = [[[[1.0, 0.0], [0.0, 1.0]]]]  # the second factor of two states
@@ -161,10 +162,13 @@ IDENTITY = [[[[1.0, 0.0], [0.0, 1.0]]]]  # the second factor of two states
 @pytest.mark.parametrize("rare", RARE)
 def test_paths_far_below_others(rare, name, backend, dtype):
     rows, weights, of_factors = RARE[rare]
-    parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
-    parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
-    parameters = [parameter.tolist(), IDENTITY][: len(TWO_STATES[name].sizes)]
-    chain = single(TWO_STATES[name], parameters, rows, [1.0, 1.0], dtype)
+    parameter, kind = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1), TWO_STATES[name]
+    if name == "durations":
+        parameter = parameter[:, None] * torch.eye(2)
+    parameter = parameter.view(-1, *kind.sizes[0])
+    second = [[[1.0], [1.0]]] if name == "durations" else IDENTITY
+    parameters = [parameter.tolist(), second][: len(kind.sizes)]
+    chain = single(kind, parameters, rows, [1.0, 1.0], dtype)
     recomputed = [check(backend, one).recomputed for one in (chain, chain.logs())]
     if backend == "cpu":
         assert recomputed == [name == "factors" and dtype in of_factors] * 2
@@ -276,8 +280,9 @@ def test_numbers_beyond_exponents_of_bands(dtype):
 def test_detours_of_ten_million_nats_are_exact(backend):
     """In float32, whose exponents are whole numbers up to 2^24 only."""
     x = [[0.0, -3e7], [0.0, 0.0], [-3e7, 0.125]]
-    chain = single(TWO_STATES["bands"], [[[[0.5, 0.5]]]], x, [1.0, 1.0])
-    check(backend, chain, near=1e-7)
+    halves = {"bands": [[[[0.5, 0.5]]]], "durations": [[[[0.5, 0.0], [0.0, 0.5]]], [[[1.0], [1.0]]]]}
+    for name, parameters in halves.items():
+        check(backend, single(TWO_STATES[name], parameters, x, [1.0, 1.0]), near=1e-7)
 
 
 @DTYPES

@@ -75,19 +75,30 @@ static void count_durations(const Matrix *m, const Matrix *square, const Factor 
     }
 }
 
+/* The product of the matrix of segments with `ends`, which are settled. */
+static void sum_segments(const Matrix *square, Factor *f) {
+    int64_t width = square->blocks * LANES;
+    f->row = square->ends, f->to = square->sums;
+    if (square->is_near) {
+        f->e = align(width, f->row, top_of_row(width, f->row), square->aligned);
+        f->aligned = square->aligned;
+    }
+    sum_dense(square, 1, &f);
+}
+
 static void sum_durations(const Matrix *m, const Factor *f) {
     Row row = f->row, to = f->to, weight = durations_of(m);
     int64_t longest = m->longest, vectors = vectors_of(longest);
     Matrix square = *m;
-    Factor inner = {.row = m->ends, .to = m->sums}, *factors[] = {&inner};
+    Factor inner = {0};
     square.blocks = m->matrix_blocks;
     if (!m->backward) {
-        gather_ends(m, row, m->ends), sum_dense(&square, 1, factors);
+        gather_ends(m, row, m->ends), sum_segments(&square, &inner);
         return extend_segments(m, row, m->sums, to);
     }
     for (int64_t s = 0; s < m->segments; s++)
         sum_products(vectors, row_from(row, s * longest), row_from(weight, s * vectors * LANES), 1, m->ends, s);
-    settle_row(m->matrix_blocks * LANES, m->ends), sum_dense(&square, 1, factors);
+    settle_row(m->matrix_blocks * LANES, m->ends), sum_segments(&square, &inner);
     for (int64_t j = 0; j < m->segments * longest; j += LANES) store_split(to, j, load_split(row, j - 1));
     for (int64_t s = 0; s < m->segments; s++) to.m[s * longest] = m->sums.m[s], to.e[s * longest] = m->sums.e[s];
     if (f->counting) count_durations(m, &square, &inner, f);

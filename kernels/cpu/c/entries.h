@@ -65,20 +65,18 @@ INLINE int64_t kind_of(const Exact *a) { return a->kind == BANDS || a->kind == D
 INLINE int64_t kind_of(const Exact *a) { return a->kind; }
 #endif
 
-/* Whether rows are aligned for linear weights, see split.h. */
-INLINE int is_aligned(const Exact *a) { return kind_of(a) == ARCS || kind_of(a) == DENSE; }
-
 /* A matrix of a step, or its transpose. */
 typedef struct {
     int64_t blocks;
     int64_t *start;       /* (blocks + 1): first entry of each block */
     int64_t segments, longest, matrix_blocks; /* durations: (segments, longest), and blocks of the matrix */
-    Row ends, sums, own;  /* durations: scratch (segments) */
+    Row ends, sums, own;  /* durations: scratch (segments), as is `aligned` */
+    real *aligned;
     int64_t *shift;       /* bands: (bands): from a state of the block to the other one */
     int32_t *other;       /* dense, durations: (entries): the other state */
     const Slices *slices; /* arcs */
     Row entries;          /* (entries, LANES) */
-    real *linear;         /* arcs, dense: (entries, LANES): the same, if all are near 1 */
+    real *linear;         /* arcs, dense, matrix of segments: (entries, LANES): the same, if all are near 1 */
     operand *square;      /* dense: (c, c): scratch for the transpose */
     const operand *of;    /* the weights that are read, or null */
     reals tops;           /* the largest exponents, and of these the largest */
@@ -165,7 +163,7 @@ INLINE void read_entry(const Exact *a, Matrix *m, int64_t entry, reals weights) 
     Split weight = weight_split(weights, (int)a->logarithms);
     m->has_nan |= any(is_no_weight(weights, (int)a->logarithms));
     store_split(m->entries, entry * LANES, weight), m->tops = larger(weight.e, m->tops);
-    if (!is_aligned(a)) return;
+    if (kind_of(a) == BANDS || (kind_of(a) == DURATIONS && entry >= m->start[m->matrix_blocks])) return;
     m->is_near &= !any((weight.e > -INFINITE) & ((weight.e < -SMALL) | (weight.e > LARGE)));
     store(m->linear + entry * LANES, weight.m * power(smaller(weight.e, splat(LARGE))));
 }
@@ -184,9 +182,9 @@ static const operand *transposed_square(const Exact *a, const operand *from, ope
 static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t step) {
     const operand *from = a->weights + place->weights + (a->one_matrix ? 0 : step - 1) * a->weights_step;
     int64_t outer = a->weights_outer, inner = a->weights_inner;
-    real zero = a->logarithms ? -INFINITE : 0;
+    real zero = a->logarithms ? -INFINITE : 0, one = a->logarithms ? 0 : 1;
     if (m->of == from) return;
-    m->of = from, m->has_nan = 0, m->is_near = is_aligned(a), m->tops = splat(-INFINITE);
+    m->of = from, m->has_nan = 0, m->is_near = kind_of(a) != BANDS, m->tops = splat(-INFINITE);
     if (kind_of(a) == DENSE && m->backward) from = transposed_square(a, from, m->square), outer = a->states, inner = 1;
     for (int64_t block = 0, entry = 0; block < m->blocks; block++) {
         for (int64_t k = 0; k < a->states && kind_of(a) == DENSE; k++) {
@@ -195,8 +193,10 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
             if (any(weights != zero)) read_entry(a, m, entry++, weights);
         }
         if (kind_of(a) == DENSE) m->start[block + 1] = entry;
+        /* lanes without states of segments have sums that do not look as if they had underflowed */
+        real fill = block < m->matrix_blocks ? one : zero;
         for (; entry < m->start[block + 1]; entry++)
-            read_entry(a, m, entry, read_lanes(from, lanes_of(a, m, block, entry, outer, inner), zero));
+            read_entry(a, m, entry, read_lanes(from, lanes_of(a, m, block, entry, outer, inner), fill));
     }
     m->top = largest(m->tops);
     if (kind_of(a) == DURATIONS && m->top > 0) m->top *= 2; /* of products of both parameters, at most */
@@ -274,13 +274,13 @@ static Matrix new_matrix(const Exact *a, int backward, Room *room) {
             m.segments = c, m.longest = a->states / c, m.matrix_blocks = vectors_of(c);
             m.blocks = m.matrix_blocks + c * vectors_of(m.longest);
             m.ends = take_row(room, m.matrix_blocks * LANES), m.sums = take_row(room, m.matrix_blocks * LANES);
-            m.own = take_row(room, m.matrix_blocks * LANES);
+            m.own = take_row(room, m.matrix_blocks * LANES), m.aligned = take_reals(room, m.matrix_blocks * LANES);
         }
         m.start = take(room, (m.blocks + 1) * 8);
     }
     int64_t entries = entries_of(a, &m);
     m.entries = take_row(room, entries * LANES);
-    m.linear = take_reals(room, is_aligned(a) ? entries * LANES : 0);
+    m.linear = take_reals(room, kind_of(a) == BANDS ? 0 : entries * LANES);
     m.shift = take(room, held * 8), m.other = take(room, (dense || m.segments) * (entries + 1) * 4);
     m.square = take(room, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
     if (!room->begin) return m;

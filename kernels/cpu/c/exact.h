@@ -186,7 +186,7 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     for (int64_t f = 0; f < count; f++) {
         Row message = take_row(&room, w.width + 2 * reach), sums = take_row(&room, w.width + LANES);
         Row kept = take_row(&room, kind_of(a) == DENSE ? w.width : 0);
-        real *aligned = take(&room, is_aligned(a) ? w.width * bytes : 0);
+        real *aligned = take(&room, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
         sequences[f] = (Sequence){.message = row_from(message, reach), .sums = sums, .kept = kept, .aligned = aligned};
         if (!a->room) continue;
         clear_row(w.width + 2 * reach, message), clear_row(w.width, sums);

@@ -76,7 +76,7 @@ static void sum_all(Scan *w, int64_t step) {
         int counts = s->counting.counts && kind_of(w->a) != DENSE;
         if (!is_active(s, step)) continue;
         s->factor = (Factor){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
-        if (m->is_near && s->waits-- <= 0)
+        if (m->is_near && kind_of(w->a) != DURATIONS && s->waits-- <= 0)
             s->factor.e = align(w->width, s->message, s->top, s->aligned), s->factor.aligned = s->aligned;
         if (s->factor.aligned) factors[count++] = &s->factor;
         else others[apart++] = &s->factor;
