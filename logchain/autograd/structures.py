@@ -1,7 +1,7 @@
 """The log-partition and the posteriors of chains of structures, differentiable twice and once.
 
-Dense matrices are passed on to `log_partition`. On a CPU products of factors, bands and arcs have kernels; any other
-structure is scanned in log space. Second derivatives are those of torch's autograd through that scan.
+Dense matrices are passed on to `log_partition`. On a CPU products of factors, bands, arcs and durations have kernels;
+any other structure is scanned in log space. Second derivatives are those of torch's autograd through that scan.
 """
 
 from collections.abc import Sequence
