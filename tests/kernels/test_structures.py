@@ -285,6 +285,16 @@ def test_detours_of_ten_million_nats_are_exact(backend):
         check(backend, single(TWO_STATES[name], parameters, x, [1.0, 1.0]), near=1e-7)
 
 
+@pytest.mark.parametrize("low", [-11_780_001.0, -11_780_002.0])
+def test_detours_by_both_parameters_of_durations_are_exact(low):
+    """In float32, whose exponents are whole numbers up to 2^24 only, a state rises by both parameters."""
+    parameters = [[[0.0, -INF], [-INF, 2e5]]], [[[0.0], [2e5]]]
+    x = [[0.0, low], *[[0.0, 0.0]] * 30, [0.0, -low - 31 * 4e5]]
+    chain = single(structures.durations(2, 1), parameters, x, [0.0, 0.0])._replace(log_params=True)
+    computed = check("cpu", chain, near=1e-4)
+    torch.testing.assert_close(computed.log_norm, torch.tensor([math.log(2)]), rtol=0, atol=1e-4)
+
+
 @DTYPES
 @pytest.mark.parametrize("name", ["arcs", "bands", "durations"])
 def test_masks_that_do_not_matter_stay_in_the_dtype(name, dtype):

@@ -199,7 +199,8 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
             read_entry(a, m, entry, read_lanes(from, lanes_of(a, m, block, entry, outer, inner), fill));
     }
     m->top = largest(m->tops);
-    if (kind_of(a) == DURATIONS && m->top > 0) m->top *= 2; /* of products of both parameters, at most */
+    /* of products of both parameters, at most, and of segments that last */
+    if (kind_of(a) == DURATIONS) m->top = m->top > 0 ? 2 * m->top : 0;
 }
 
 /* Counts of the entries of a matrix times 2^lift: of some steps, and if all share it, of those before. */

@@ -171,7 +171,7 @@ static int64_t read_segment_sources(const Exact *a, const operand *weights, Row 
             own.m[l] = message.m[k], own.e[l] = message.e[k], from[place] = (int32_t)k;
         }
         Split product = weight_split(weight, logs);
-        store_split(to, done, (Split){own.m * product.m * factor.m, own.e + product.e + factor.e});
+        store_split(to, done, (Split){product.m * factor.m * own.m, product.e + factor.e + own.e});
     }
     return whole_vectors(segments + 1);
 }
