@@ -4,10 +4,11 @@
        backward    G(s) = sum over r of d(s, r) from(s, r)         to(s, r) = from(s, r - 1)
                                                                    to(s, 0) = sum over s' of P(s, s') G(s')
 
-   P: the matrix of segments; d: the durations. A step takes c + (segments)^2 products. Counts of a backward step:
+   P: the matrix of segments; d: the durations; S: the forward message. A step takes c + (segments)^2 products.
+   Counts of a backward step:
 
-       of P(s, s')    kept(s, 0) P(s, s') G(s')
-       of d(s, r)     (sum over s' of kept(s', 0) P(s', s)) d(s, r) from(s, r)
+       of P(s, s')    S(s, 0) P(s, s') G(s')
+       of d(s, r)     (sum over s' of S(s', 0) P(s', s)) d(s, r) from(s, r)
 
    Rows have a vector of zeros on both sides, since the last vector of a segment's state ends in the next one. */
 #pragma once
