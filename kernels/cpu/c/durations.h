@@ -59,12 +59,12 @@ static void extend_segments(const Matrix *m, Row from, Row entering, Row to) {
 /* Counts of both parameters; `inner`: the product of the matrix of segments with G. */
 static void count_durations(const Matrix *m, const Matrix *square, const Factor *inner, const Factor *f) {
     Counting n = *f->counting;
-    Row weight = durations_of(m), own = m->own, entering = m->sums;
+    Row weight = durations_of(m), forward = m->forward, entering = m->sums;
     real *counts = n.counts + m->start[m->matrix_blocks] * LANES;
-    gather_ends(m, n.kept, own);
-    n.kept = own, count_dense(square, inner, &n);
+    gather_ends(m, n.kept, forward);
+    n.kept = forward, count_dense(square, inner, &n);
     for (int64_t s = 0; s < m->segments; s++)
-        sum_products(m->matrix_blocks, own, row_from(m->entries, s * LANES), m->segments, entering, s);
+        sum_products(m->matrix_blocks, forward, row_from(m->entries, s * LANES), m->segments, entering, s);
     settle_row(m->matrix_blocks * LANES, entering);
     for (int64_t s = 0; s < m->segments; s++) {
         reals high = splat(m->ends.e[s] - LIFT);

@@ -70,7 +70,7 @@ typedef struct {
     int64_t blocks;
     int64_t *start;       /* (blocks + 1): first entry of each block */
     int64_t segments, longest, matrix_blocks; /* durations: (segments, longest), and blocks of the matrix */
-    Row ends, sums, own;  /* durations: scratch (segments), as is `aligned` */
+    Row ends, sums, forward; /* durations: scratch (segments), as is `aligned` */
     real *aligned;
     int64_t *shift;       /* bands: (bands): from a state of the block to the other one */
     int32_t *other;       /* dense, durations: (entries): the other state */
@@ -182,7 +182,7 @@ static const operand *transposed_square(const Exact *a, const operand *from, ope
 static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t step) {
     const operand *from = a->weights + place->weights + (a->one_matrix ? 0 : step - 1) * a->weights_step;
     int64_t outer = a->weights_outer, inner = a->weights_inner;
-    real zero = a->logarithms ? -INFINITE : 0, one = a->logarithms ? 0 : 1;
+    real zero = a->logarithms ? -INFINITE : 0, unit = a->logarithms ? 0 : 1;
     if (m->of == from) return;
     m->of = from, m->has_nan = 0, m->is_near = kind_of(a) != BANDS, m->tops = splat(-INFINITE);
     if (kind_of(a) == DENSE && m->backward) from = transposed_square(a, from, m->square), outer = a->states, inner = 1;
@@ -194,7 +194,7 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
         }
         if (kind_of(a) == DENSE) m->start[block + 1] = entry;
         /* lanes without states of segments have sums that do not look as if they had underflowed */
-        real fill = block < m->matrix_blocks ? one : zero;
+        real fill = block < m->matrix_blocks ? unit : zero;
         for (; entry < m->start[block + 1]; entry++)
             read_entry(a, m, entry, read_lanes(from, lanes_of(a, m, block, entry, outer, inner), fill));
     }
@@ -258,7 +258,7 @@ static Matrix begin_durations(Matrix m) {
         m.start[block] = block + smaller_of(block, m.matrix_blocks) * (m.segments - 1);
     for (int64_t entry = 0; entry < m.start[m.blocks]; entry++)
         m.other[entry] = entry < m.start[m.matrix_blocks] ? (int32_t)(entry % m.segments) : 0;
-    clear_row(m.matrix_blocks * LANES, m.ends), clear_row(m.matrix_blocks * LANES, m.own);
+    clear_row(m.matrix_blocks * LANES, m.ends), clear_row(m.matrix_blocks * LANES, m.forward);
     return m;
 }
 
@@ -275,7 +275,7 @@ static Matrix new_matrix(const Exact *a, int backward, Room *room) {
             m.segments = c, m.longest = a->states / c, m.matrix_blocks = vectors_of(c);
             m.blocks = m.matrix_blocks + c * vectors_of(m.longest);
             m.ends = take_row(room, m.matrix_blocks * LANES), m.sums = take_row(room, m.matrix_blocks * LANES);
-            m.own = take_row(room, m.matrix_blocks * LANES), m.aligned = take_reals(room, m.matrix_blocks * LANES);
+            m.forward = take_row(room, m.matrix_blocks * LANES), m.aligned = take_reals(room, m.matrix_blocks * LANES);
         }
         m.start = take(room, (m.blocks + 1) * 8);
     }
