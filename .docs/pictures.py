@@ -14,6 +14,7 @@ from matplotlib.patches import Circle, Rectangle
 import logchain
 from logchain import reference
 from logchain.kernels.numbers import FLUSH
+from logchain.transitions import Duration
 
 # M. Okabe and K. Ito's colours, which can be told apart by all readers
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
@@ -252,9 +253,45 @@ def forgetting() -> Figure:
     return drawing
 
 
+def durations() -> Figure:
+    """Posteriors of a state whose durations are geometric, or follow the distribution that they were drawn from."""
+    v, means, longest = 120, torch.tensor([12.0, 6.0]), 20
+    random = np.random.default_rng(3)
+    steps = torch.arange(1, longest + 1)
+    lasting = torch.softmax(-((steps - means[:, None]) ** 2) / 2, -1)  # a standard deviation of one step
+    drawn = [
+        random.choice(longest, p=lasting[i % 2].double().numpy() / lasting[i % 2].double().sum().item()) + 1
+        for i in range(v)
+    ]
+    state = torch.arange(v).remainder(2).repeat_interleave(torch.tensor(drawn))[:v]
+    data = state + torch.from_numpy(random.normal(0.0, 1.0, v))
+    x = -((data[:, None] - torch.arange(2)) ** 2).float() / 2
+    stay = 1 - 1 / means
+    geometric = torch.stack([torch.stack([stay[0], 1 - stay[0]]), torch.stack([1 - stay[1], stay[1]])])
+    explicit, p0 = Duration(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), lasting), torch.tensor([1.0, 0.0])
+    chain = explicit.arguments(x, p0, right_censored=True)._asdict()
+    segments = explicit.marginal_segments(logchain.marginals(**chain, transitions="full"))
+    shown = {
+        "geometric durations": logchain.marginals(x, geometric, p0).states[:, 1],
+        "durations of 12 and 6 steps, give or take one": segments.states[:, 1],
+    }
+    drawing, panels = figure(3, height=4.6)
+    panels[0].plot(data, ".", color=GREY)
+    panels[0].set(ylabel="data", xticks=[])
+    for panel, (title, values), colour in zip(panels[1:], shown.items(), (ORANGE, BLUE), strict=True):
+        panel.fill_between(range(v), state, step="mid", color=GREY, alpha=0.3, linewidth=0)
+        panel.step(range(v), values, where="mid", color=colour)
+        panel.set(ylabel="P(state 1)", title=title, xticks=[])
+    panels[2].set(xticks=range(0, v + 1, 20), xlabel="step; grey is the state that the data were drawn from")
+    for panel in panels:
+        panel.set_xlim(0, v)
+    return drawing
+
+
 PICTURES: list[Callable[[], Figure]] = [
     chain,
     checkpoints,
+    durations,
     forgetting,
     misaligned,
     offsets,

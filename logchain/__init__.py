@@ -24,7 +24,7 @@ from .viterbi import viterbi
 
 __all__ = [
     "Stream",
-    "adapters",
+    "alignment",
     "check",
     "distributed",
     "entropy",
@@ -51,12 +51,12 @@ __all__ = [
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from . import adapters, distributed, memory, nn, reference
+    from . import alignment, distributed, memory, nn, reference
 
 
 def __getattr__(name: str) -> Any:
     """A submodule that is imported when first used: together these take as long to import as all the others."""
-    if name in ("adapters", "distributed", "memory", "nn", "reference"):
+    if name in ("alignment", "distributed", "memory", "nn", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

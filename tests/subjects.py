@@ -219,6 +219,7 @@ STRUCTURES: dict[str, Callable[[Tensor, bool], transitions.Transition]] = {
     "banded": _bands,
     "sparse": _arcs,
     "low rank": _low_rank,
+    "duration": lambda bulk, log: transitions.Duration(bulk, _ones(bulk, *bulk.shape[:-1], 1, log=log)),
     "blocks": lambda bulk, log: transitions.BlockDiagonal(bulk[..., None, :, :]),
     "kronecker": lambda bulk, log: transitions.Kronecker(bulk, _ones(bulk, *bulk.shape[:-2], 1, 1, log=log)),
     "monarch": lambda bulk, log: transitions.Monarch(

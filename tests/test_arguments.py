@@ -198,6 +198,7 @@ STRUCTURES = {
     "right": lambda wrong: transitions.LowRank(torch.rand(4, 2), wrong(4, 2)),
     "diagonal": lambda wrong: transitions.LowRank(torch.rand(4, 2), torch.rand(4, 2), wrong(4)),
     "matrices[1]": lambda wrong: transitions.Kronecker(torch.rand(2, 2), wrong(2, 2)),
+    "durations": lambda wrong: transitions.Duration(torch.rand(2, 2), wrong(2, 2)),
     "blocks": lambda wrong: transitions.BlockDiagonal(wrong(2, 2, 2)),
     "right of Monarch": lambda wrong: transitions.Monarch(torch.rand(2, 2, 2), wrong(2, 2, 2)),
 }

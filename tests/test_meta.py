@@ -97,6 +97,7 @@ def structures() -> dict[str, transitions.Transition]:
         "banded": transitions.Banded(torch.rand(2, 4), [0, 1]),
         "sparse": transitions.Sparse(arcs, torch.rand(5), 4),
         "low_rank": transitions.LowRank(torch.rand(4, 2), torch.rand(4, 2), torch.rand(4)),
+        "duration": transitions.Duration(torch.rand(2, 2), torch.rand(2, 2)),
         "blocks": transitions.BlockDiagonal(torch.rand(5, 2, 2, 2)),
         "kronecker": transitions.Kronecker(torch.rand(2, 2), torch.rand(2, 2)),
         "monarch": transitions.Monarch(torch.rand(2, 2, 2), torch.rand(2, 2, 2)),

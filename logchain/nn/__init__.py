@@ -20,6 +20,7 @@ from .hmm import HMM, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
+from .semi_markov_crf import SemiMarkovCRF
 
 __all__ = [
     "HMM",
@@ -40,6 +41,7 @@ __all__ = [
     "Mixture",
     "Poisson",
     "Sample",
+    "SemiMarkovCRF",
     "SumLayer",
     "em_step",
     "fit",

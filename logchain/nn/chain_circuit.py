@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters import ChainArguments
 from ..arguments import Lengths, check_is_tensor
+from ..chain_arguments import ChainArguments
 from ..matmul import matmul
 from ..product import product
 from ..sample import sample

@@ -5,12 +5,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters import ChainArguments
 from ..arguments import Lengths, check_choice, check_tensor
+from ..chain_arguments import ChainArguments
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
-from ..transitions import Transition
+from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel
 from .checks import check_count
@@ -53,9 +53,10 @@ class HMM(ChainModel):
         prior_total: likewise, see `Poisson`.
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
-        transition: a module of `logchain.nn.transitions`, such as `Banded`; or one that maps covariates to logits
-            `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a structure of `logchain.transitions` whose parameters
-            are logarithms. By default one trained matrix serves all steps.
+        transition: a module of `logchain.nn.transitions`, such as `Banded` or, for a hidden semi-Markov model,
+            `Durations`; or one that maps covariates to logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a
+            structure of `logchain.transitions` whose parameters are logarithms. By default one trained matrix serves
+            all steps.
         num_steps: the largest v, for a trained matrix at each step.
         generator: the source of randomness for the initial parameters.
 
@@ -144,6 +145,7 @@ class HMM(ChainModel):
 
         Returns:
             `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
+            With `Durations`, states count steps: state s with r more steps is number `s D + r`.
 
         >>> from logchain import entropy
         >>> hmm = HMM(2, "poisson")
@@ -154,12 +156,7 @@ class HMM(ChainModel):
         x = self._potentials(data, known, "lengths" if observed is None else "observed")
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
-        bulk = self._transitions(x.shape[:-2], x.shape[-2], ends, covariates)
-        if self.initial is not None:
-            return ChainArguments(x, bulk, self.initial(), True, ends)
-        p0 = _stationary_start(bulk)
-        weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
-        return ChainArguments(x, weights, p0.to(bulk.dtype), False, ends)
+        return self._chain(x, self._transitions(x.shape[:-2], x.shape[-2], ends, covariates), ends)
 
     def log_prob(
         self,
@@ -196,6 +193,7 @@ class HMM(ChainModel):
         """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
         `transitions` is None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
+        With `Durations` those are of moves between segments, and of the durations of all segments but the first.
 
         Returns:
             `Marginals(states [*B, v, c], transitions, log_norm [*B])`; `log_norm` is `log p(data)` in nats.
@@ -212,7 +210,10 @@ class HMM(ChainModel):
                  [0., 0.]]])
         """
         chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
-        return marginals(**chain._asdict(), transitions=transitions)
+        posterior = marginals(**chain._asdict(), transitions=transitions)
+        if not isinstance(chain.bulk, Duration):
+            return posterior
+        return posterior._replace(states=posterior.states.unflatten(-1, (self.num_states, -1)).sum(-1))
 
     def decode(
         self,
@@ -233,7 +234,8 @@ class HMM(ChainModel):
         tensor([0, 0, 1])
         """
         chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
-        return viterbi(**chain._asdict())
+        path = viterbi(**chain._asdict())
+        return path._replace(states=self._states(path.states, chain))
 
     def sample_posterior(
         self,
@@ -257,7 +259,8 @@ class HMM(ChainModel):
                 [0, 0, 1]])
         """
         chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
-        return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
+        paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
+        return self._states(paths, chain)
 
     @torch.no_grad()
     def sample(
@@ -296,8 +299,8 @@ class HMM(ChainModel):
         bulk = self._transitions(None, num_steps, None, covariates)
         lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
         potentials = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
-        initial = _stationary_start(bulk).log() if self.initial is None else self.initial()
-        states = draw_paths(potentials, bulk, initial, num_samples, generator=generator, log_params=True)
+        chain = self._chain(potentials, bulk, None)
+        states = self._states(draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator), chain)
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
 
@@ -325,6 +328,21 @@ class HMM(ChainModel):
             raise ValueError(f"{mask}: expected {expected}, got {list(known.shape)}")
         return torch.where(known[..., None], x, 0)
 
+    def _chain(self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None) -> ChainArguments:
+        """The chain of log-potentials of the c states; with durations, of the states that count steps."""
+        if self.initial is None:
+            weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
+            return ChainArguments(x, weights, _stationary_start(bulk).to(bulk.dtype), False, ends)
+        if isinstance(bulk, Duration):
+            censored: bool = getattr(self.transition, "right_censored", True)
+            return bulk.arguments(x, self.initial(), log_params=True, lengths=ends, right_censored=censored)
+        return ChainArguments(x, bulk, self.initial(), True, ends)
+
+    def _states(self, paths: Tensor, chain: ChainArguments) -> Tensor:
+        """The states of the model on paths of a chain that may count steps; -1 stays."""
+        counted = chain.x.shape[-1] // self.num_states
+        return paths // counted if counted > 1 else paths
+
     def _transitions(
         self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None
     ) -> Tensor | Transition:
@@ -350,6 +368,10 @@ class HMM(ChainModel):
                 check_tensor("transition", bulk, 3)
                 bulk = torch.log_softmax(arithmetic(bulk), -1)
         shape = (*bulk.lead, bulk.states, bulk.states) if isinstance(bulk, Transition) else tuple(bulk.shape)
+        if isinstance(bulk, Duration):
+            if self.initial is None:
+                raise ValueError("initial: expected 'free' with durations, got 'stationary'")
+            shape = tuple(bulk.matrix.shape)
         lead, steps = shape[:-3], shape[-3:-2]
         batch = torch.Size(lead) if batch is None else batch
         fits = len(lead) <= len(batch) and all(a in (1, b) for a, b in zip(lead[::-1], batch[::-1], strict=False))

@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adapters import ChainArguments
 from ..arguments import (
     check_choice,
     check_device,
@@ -15,6 +14,7 @@ from ..arguments import (
     check_is_tensor,
     check_tensor,
 )
+from ..chain_arguments import ChainArguments
 from ..internals import is_jit_traced
 from ..log_prob import log_prob
 from ..marginals import marginals
@@ -26,7 +26,7 @@ from ..viterbi import Path, viterbi
 from .checks import check_count
 
 
-class _Sequences(NamedTuple):
+class Sequences(NamedTuple):
     """The sequences of a mask: variables that are not masked are moved to the front of each, and back.
 
     `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
@@ -152,7 +152,7 @@ class LinearChainCRF(nn.Module):
         >>> bool(crf.transitions.abs().max() <= 0.1)
         True
         """
-        for parameter in (self.start_transitions, self.end_transitions, self.transitions):
+        for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.1, 0.1)
 
     def extra_repr(self) -> str:
@@ -162,7 +162,8 @@ class LinearChainCRF(nn.Module):
 
     def __prepare_scriptable__(self) -> None:
         """Raise for `torch.jit.script`, which calls this, instead of an error of its compiler within the library."""
-        raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.script")
+        name = type(self).__name__
+        raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.script")
 
     def forward(
         self,
@@ -191,15 +192,7 @@ class LinearChainCRF(nn.Module):
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, unmasked = self._chain(emissions, mask)
         states = unmasked.gathered(self._checked(tags, emissions, unmasked))
-        log_likelihood = unmasked.zero_where_empty(log_prob(**chain._asdict(), states=states))
-        if reduction == "none":
-            return log_likelihood
-        if reduction == "mean":
-            return log_likelihood.sum() / max(len(log_likelihood), 1)
-        if reduction == "token_mean":
-            counted = max(tags.numel(), 1) if unmasked.inside is None else unmasked.inside.sum().clamp(min=1)
-            return log_likelihood.sum() / counted
-        return log_likelihood.sum()
+        return reduced(log_prob(**chain._asdict(), states=states), unmasked, reduction, tags.numel())
 
     @torch.no_grad()
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
@@ -214,7 +207,8 @@ class LinearChainCRF(nn.Module):
         [[0, 1], [0]]
         """
         chain, unmasked = self._chain(emissions, mask)
-        return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], unmasked)]
+        states = viterbi(**chain._asdict()).states
+        return [row[0] for row in as_lists(self._tags(states)[:, None], unmasked)]
 
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
@@ -229,7 +223,8 @@ class LinearChainCRF(nn.Module):
         """
         chain, unmasked = self._chain(emissions, mask)
         path = viterbi(**chain._asdict())
-        return Path(self._as_given(unmasked.spread(path.states, -1)), unmasked.zero_where_empty(path.score))
+        tags = unmasked.spread(self._tags(path.states), -1)
+        return Path(self._as_given(tags), unmasked.zero_where_empty(path.score))
 
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
@@ -249,7 +244,7 @@ class LinearChainCRF(nn.Module):
         if unmasked.empty is not None:
             no_tags = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
             scores = torch.where(unmasked.empty[:, None], no_tags, scores)
-        return _lists(paths.states, unmasked), scores
+        return as_lists(self._tags(paths.states), unmasked), scores
 
     def sample(
         self,
@@ -274,8 +269,8 @@ class LinearChainCRF(nn.Module):
         """
         chain, unmasked = self._chain(emissions, mask)
         states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
-        states = unmasked.spread(states.movedim(0, -1), -1)  # (n, v, num_samples)
-        return self._as_given(states).movedim(-1, 0)
+        tags = unmasked.spread(self._tags(states).movedim(0, -1), -1)  # (n, v, num_samples)
+        return self._as_given(tags).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """The posterior probability of each tag: see `logchain.marginals`.
@@ -305,9 +300,10 @@ class LinearChainCRF(nn.Module):
         chain, unmasked = self._chain(emissions, mask)
         return unmasked.zero_where_empty(product(**chain._asdict()))
 
-    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, _Sequences]:
+    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
         if is_jit_traced():
-            raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.trace")
+            name = type(self).__name__
+            raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.trace")
         _check(emissions, mask, self.num_tags, self.batch_first)
         check_device("emissions", emissions, self.transitions)
         if not self.batch_first:
@@ -318,7 +314,11 @@ class LinearChainCRF(nn.Module):
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
         return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
 
-    def _checked(self, tags: Tensor, emissions: Tensor, unmasked: _Sequences) -> Tensor:
+    def _tags(self, states: Tensor) -> Tensor:
+        """The tags of the chain's states; -1 stays."""
+        return states
+
+    def _checked(self, tags: Tensor, emissions: Tensor, unmasked: Sequences) -> Tensor:
         """Tags as (n, v), after checks of their kind, their shape and, on a CPU, their values."""
         check_integers("tags", tags)
         if tags.shape != emissions.shape[:2]:
@@ -345,14 +345,18 @@ def _check(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool) ->
         raise ValueError(f"emissions: expected shape [{axes}, {c}], got {list(emissions.shape)}")
     if emissions.shape[int(batch_first)] < 1:
         raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
-    if mask is None:
-        return
-    check_is_tensor("mask", mask)
+    if mask is not None:
+        check_mask("mask", mask, emissions)
+
+
+def check_mask(name: str, mask: Tensor, emissions: Tensor) -> None:
+    """Check for bool or integers of the shape of the steps."""
+    check_is_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"mask: expected bool or integers, got {str(mask.dtype)[6:]}")
+        raise TypeError(f"{name}: expected bool or integers, got {str(mask.dtype)[6:]}")
     if mask.shape != emissions.shape[:2]:
-        raise ValueError(f"mask: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
-    check_device("mask", mask, emissions)
+        raise ValueError(f"{name}: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
+    check_device(name, mask, emissions)
 
 
 def _with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
@@ -364,7 +368,20 @@ def _with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
     return emissions + torch.where(last[..., None], end, 0.0)
 
 
-def _lists(states: Tensor, unmasked: _Sequences) -> list[list[list[int]]]:
+def reduced(log_likelihood: Tensor, unmasked: Sequences, reduction: str, variables: int) -> Tensor:
+    """Log-likelihoods (n), their sum or a mean, of so many variables if none is masked."""
+    log_likelihood = unmasked.zero_where_empty(log_likelihood)
+    if reduction == "none":
+        return log_likelihood
+    if reduction == "mean":
+        return log_likelihood.sum() / max(len(log_likelihood), 1)
+    if reduction == "token_mean":
+        counted = max(variables, 1) if unmasked.inside is None else unmasked.inside.sum().clamp(min=1)
+        return log_likelihood.sum() / counted
+    return log_likelihood.sum()
+
+
+def as_lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:
     """Paths (n, k, v) as lists without the masked variables at their ends."""
     check_has_values("emissions", states)
     n, _, v = states.shape
@@ -372,20 +389,20 @@ def _lists(states: Tensor, unmasked: _Sequences) -> list[list[list[int]]]:
     return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]
 
 
-def _sequences(mask: Tensor | None, strict: bool) -> _Sequences:
+def _sequences(mask: Tensor | None, strict: bool) -> Sequences:
     """The sequences of a mask (n, v), whose first steps have to be on if `strict`.
 
     Values that are on a GPU, for which the host would wait, or traced are not read: a first step that is off makes the
     length 0, which on a GPU makes results NaN, and on a CPU is refused where the chain is computed.
     """
     if mask is None:
-        return _Sequences()
+        return Sequences()
     inside = mask.bool()
     lengths = inside.sum(1)
     if is_readable(mask):
         first = torch.arange(mask.shape[1]) < lengths[:, None]
         if inside.equal(first) and lengths.all():
-            return _Sequences(inside, lengths)
+            return Sequences(inside, lengths)
         if strict and not inside[:, 0].all():
             off = inside[:, 0].tolist().index(False)
             raise ValueError(
@@ -394,8 +411,8 @@ def _sequences(mask: Tensor | None, strict: bool) -> _Sequences:
             )
     order = inside.logical_not().argsort(dim=1, stable=True)
     if strict:
-        return _Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
-    return _Sequences(inside, lengths.clamp(min=1), order, lengths == 0)
+        return Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
+    return Sequences(inside, lengths.clamp(min=1), order, lengths == 0)
 
 
 def _like(steps: Tensor, values: Tensor) -> Tensor:

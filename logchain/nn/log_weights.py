@@ -92,7 +92,7 @@ class LogWeights(torch.nn.Module):
         total = self.totals(probabilities)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
             raise ValueError("probabilities: expected non-negative numbers with a finite, positive sum along the axis")
-        self.logits.copy_(probabilities.log())
+        self._store(probabilities / total)
 
     def statistics(self, flow: Tensor) -> Tensor:
         """Expected counts of each weight, the sufficient statistics.
@@ -117,7 +117,11 @@ class LogWeights(torch.nn.Module):
         total = self.totals(counts)
         shares, before = counts / total, self.normalized(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
-        self.logits.copy_(shares.log())
+        self._store(shares)
+
+    def _store(self, probabilities: Tensor) -> None:
+        """Set the weights to probabilities that sum to 1."""
+        self.logits.copy_(probabilities.log())
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import logchain
-from tests.benchmarks import cases
+from tests.benchmarks import cases, durations
 from tests.benchmarks.cases import GRADIENTS, MODES, ONE, STEP, Call, Comparison, Part, Workload, draw
 from tests.benchmarks.peers import PEERS, Peer
 
@@ -218,6 +218,15 @@ def peak(workload: Workload, name: str, mode: str) -> Iterator[Row]:
     yield Row(f"memory/{workload}/{mode}", name, PEAK, held / sum(operand.nbytes for operand in case))
 
 
+def of_durations(c: int, longest: int, n: int = 8, v: int = 1000) -> Iterator[Row | Comparison]:
+    """Times, and the peak of memory over the bytes of x, of providers that compute the whole case."""
+    for comparison in durations.compared(c, longest, n, v):
+        yield comparison
+        for name, call in comparison.calls.items():
+            if not isinstance(call, Part):
+                yield Row(comparison.case, name, PEAK, resident_peak(call) / (4 * n * v * c))
+
+
 def on_rank(rank: int, v: int, c: int, mode: str, rounds: int) -> list[list[float]]:
     """Wall and CPU seconds of one process and of this rank's part of the variables, round by round."""
     if hasattr(os, "sched_setaffinity"):
@@ -284,6 +293,10 @@ def tasks() -> list[Task]:
         *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
         *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
         *(Task(f"structures/{make.__name__}", make) for make in cases.STRUCTURES),
+        *(
+            Task(f"structures/durations of {size}", durations.compared, size, "torch-struct")
+            for size in durations.SIZES
+        ),
         *(Task(f"schedules/{workload}", cases.schedules, (workload,), threads=count) for count, workload in cases.CUT),
         Task("streams", cases.streams),
         *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in RANKS),

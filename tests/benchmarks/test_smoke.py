@@ -1,5 +1,6 @@
 """Cases are measured, kept, and refused if they are wrong; tables and plots are written; the GPU call runs dry."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -62,6 +63,14 @@ def test_comparison_of_different_values_is_refused():
     assert next(cases.ctc(steps=8, labels=2, n=2, classes=4)).calls
     with pytest.raises(AssertionError):
         cases.agree(torch.ones(2), np.array([1.0, 1.01]))
+
+
+@pytest.mark.filterwarnings("ignore:.* does not define `arg_constraints`")
+def test_durations_agree_with_a_recursion_and_have_times_and_memory():
+    pytest.importorskip("torch_struct", exc_type=ImportError)
+    comparison, *peaks = itertools.islice(run.of_durations(3, 4, n=2, v=9), 3)
+    assert {"logchain", "torch segment recursion"} <= set(comparison.calls)
+    assert [row[1:3] for row in peaks] == [(name, run.PEAK) for name in ("logchain", "torch segment recursion")]
 
 
 def test_every_kind_of_case_has_rows_and_a_table():

@@ -67,8 +67,12 @@ MODELS = {
     "chain": Model(lambda: nn.ChainCircuit(V, 3, 2, num_categories=4)),
     "chain of numbers": Model(lambda: nn.ChainCircuit(V, 3, 2, input="gaussian"), lambda: missing(numbers())),
     "monarch": Model(lambda: nn.HMM(4, "gaussian", transition=nn.transitions.Monarch(2, 2)), numbers),
+    "durations": Model(lambda: nn.HMM(3, "gaussian", transition=nn.transitions.Durations(3, 4)), numbers, lengths=True),
     "crf, sum": crf("sum", lengths=False),
     "crf, token_mean": crf("token_mean", lengths=True),
+    "semi-Markov crf": Model(
+        lambda: nn.SemiMarkovCRF(4, V, batch_first=True), lambda: numbers(4), lengths=True, reduction="mean"
+    ),
 }
 ALL = pytest.mark.parametrize("name", MODELS)
 # the first parameters of a distribution are checked, which takes values

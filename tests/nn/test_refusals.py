@@ -5,7 +5,17 @@ import torch
 from torch.distributions import constraints
 
 from logchain import nn
-from logchain.nn import HMM, Binomial, Categorical, Gaussian, LinearChainCRF, Mixture, Poisson, transitions
+from logchain.nn import (
+    HMM,
+    Binomial,
+    Categorical,
+    Gaussian,
+    LinearChainCRF,
+    Mixture,
+    Poisson,
+    SemiMarkovCRF,
+    transitions,
+)
 from tests.nn.emissions import distribution
 from tests.nn.hmms import ARCS, V, categories, network, normal, random_hmm
 
@@ -16,11 +26,16 @@ SPREADS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 BANDED, PER_STEP = transitions.Banded(3, [0]), transitions.Banded(3, [0], lead=(V - 1,))
 TAGGER = LinearChainCRF(5, batch_first=True)
 EMISSIONS, TAGS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
+LASTING = transitions.Durations(3, 4)
 PLANE = Gaussian((2, 3, 2), 2)
 
 
 def likelihood(emissions=EMISSIONS, tags=TAGS, **options):
     return TAGGER(emissions, tags, **options)
+
+
+def segmented(begins):
+    return SemiMarkovCRF(5, 4, batch_first=True)(EMISSIONS, TAGS, begins=begins)
 
 
 def neural():
@@ -57,6 +72,10 @@ CALLS = [
     (lambda: likelihood(reduction="max"), ValueError, "reduction: expected 'none' or .*, got 'max'"),
     (lambda: torch.jit.script(TAGGER), NotImplementedError, r"expected .* got torch\.jit\.script"),
     (lambda: torch.jit.trace(TAGGER, (EMISSIONS, TAGS)), NotImplementedError, r"expected .* got torch\.jit\.trace"),
+    (lambda: SemiMarkovCRF(5, 0), ValueError, "max_duration: expected a positive integer, got 0"),
+    (lambda: segmented(torch.zeros(2, 3)), TypeError, "begins: expected bool or integers, got float32"),
+    (lambda: segmented(torch.zeros(3, 2).bool()), ValueError, r"begins: expected shape \[2, 3\], got \[3, 2\]"),
+    (lambda: torch.jit.script(SemiMarkovCRF(2, 2)), NotImplementedError, "^SemiMarkovCRF: expected torch.compile"),
     (lambda: HMM(0, "poisson"), ValueError, "num_states: expected a positive integer, got 0"),
     (lambda: HMM(2, "normal"), ValueError, "emission: expected 'categorical' or"),
     (lambda: HMM(2, "categorical"), ValueError, "num_categories: expected an integer with emission='categorical'"),
@@ -116,6 +135,12 @@ CALLS = [
     (lambda: transitions.LowRank(3, 1).set(*[torch.ones(3, 1)] * 2, torch.ones(3)), ValueError, "diagonal: expected N"),
     (lambda: transitions.Kronecker(2), ValueError, "sizes: expected two or more, got 1"),
     (lambda: transitions.Monarch(2, 2, 3), ValueError, "middle: expected a divisor of 4 states, got 3"),
+    (lambda: transitions.Durations(3, 4, "geometric"), ValueError, "durations: expected 'free' or .*, got 'geometric'"),
+    (lambda: transitions.Durations(2, 4, distribution((3,))), ValueError, r"^durations: .*\(2,\), got \(3,\)$"),
+    (lambda: transitions.Durations(2, 4).set(torch.eye(2), torch.ones(2, 4)), ValueError, "^matrix: .*diagonal of 0"),
+    (lambda: transitions.Durations(2, 4).set(torch.eye(2)), ValueError, "^parameters: expected 2, got 1$"),
+    (lambda: moved_by(LASTING, initial="stationary").log_prob(DATA), ValueError, "^initial: .* with durations"),
+    (lambda: moved_by(transitions.Durations(4, 2)).log_prob(DATA), ValueError, r"^transition: .*\[5, 3, 3, 3\]"),
     (lambda: transitions.Monarch(2, 2, lead=5), TypeError, "^lead: expected a tuple of positive integers, got 5$"),
     (lambda: moved_by(BANDED).log_prob(DATA, covariates=DATA), ValueError, "covariates: expected None"),
     (lambda: moved_by(PER_STEP, initial="stationary").log_prob(DATA), ValueError, "initial: .*3 transition matrices"),

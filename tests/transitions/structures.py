@@ -51,5 +51,6 @@ MAKE: dict[str, Callable[..., Transition]] = {
     "kronecker": lambda rand, *lead: transitions.Kronecker(rand(*lead, 3, 3), rand(*lead, 2, 2), rand(*lead, 2, 2)),
     "monarch": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 4), rand(*lead, 4, 3, 3)),
     "narrow": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 2), rand(*lead, 2, 3, 6)),
+    "duration": lambda rand, *lead: transitions.Duration(rand(*lead, 4, 4), rand(*lead, 4, 3)),
     "user's": lambda rand, *lead: Shift(rand(*lead, C)),
 }

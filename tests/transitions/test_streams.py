@@ -42,7 +42,7 @@ def test_half_precision_is_computed_in_float64(kind):
     assert found[3].equal(expected[3])
 
 
-@pytest.mark.parametrize("kind", ["banded", "sparse", "blocks", "user's"])
+@pytest.mark.parametrize("kind", ["banded", "sparse", "blocks", "duration", "user's"])
 def test_equal_paths_pass_the_lowest_states(kind):
     x, structure, _ = operands(kind, V - 1)
     structure, x = structure.map(torch.ones_like), torch.zeros_like(x)

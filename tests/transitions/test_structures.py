@@ -107,6 +107,13 @@ WRONG = {
     "diagonal: expected [..., 3] to go with left, got [2]": lambda: transitions.LowRank(
         ones(3, 2), ones(3, 2), ones(2)
     ),
+    "matrix: expected [..., c, c], got [2, 3]": lambda: transitions.Duration(ones(2, 3), ones(2, 4)),
+    "durations: expected [..., 2, D] to go with matrix, got [3, 4]": lambda: transitions.Duration(
+        ones(2, 2), ones(3, 4)
+    ),
+    "durations: expected no empty axis among the last 2, got shape [2, 0]": lambda: transitions.Duration(
+        ones(2, 2), ones(2, 0)
+    ),
     "blocks: expected square ones [..., A, B, B], got [2, 3, 4]": lambda: transitions.BlockDiagonal(ones(2, 3, 4)),
     "matrices: expected two or more, got 1": lambda: transitions.Kronecker(ones(2, 2)),
     "matrices: expected square ones [..., c, c], got [2, 3]": lambda: transitions.Kronecker(ones(2, 2), ones(2, 3)),

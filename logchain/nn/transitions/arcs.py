@@ -94,11 +94,6 @@ class Sparse(TransitionWeights):
 
     Call: `()` to the structure, with values `[*lead, arcs]` in nats.
 
-    Durations (a semi-Markov model): a hidden Markov model stays in a state for a geometric number of steps. For any
-    other distribution over 1..D steps, a state becomes a chain of D counting states that share its emission. Number d
-    is the (d+1)-th step of the stay: from it, arcs lead to the next one, and to the first counting states of others.
-    With the probability `q_d / (q_d + q_{d+1} + ...)` for leaving, the stay takes d steps with probability `q_d`.
-
     Raises:
         TypeError: an argument is of another kind.
         ValueError: an index is out of range, a pair occurs twice, or no arc leads out of some state.

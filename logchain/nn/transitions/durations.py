@@ -1,0 +1,147 @@
+"""Trained durations of states: hidden semi-Markov models."""
+
+import math
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ... import transitions as structures
+from ...arguments import check_choice, check_flag
+from ..checks import check_count
+from ..emissions.distribution import Distribution
+from ..log_weights import LogWeights
+from ..parameters import broadcast
+from .weights import TransitionWeights
+
+
+class Durations(TransitionWeights):
+    r"""`logchain.transitions.Duration` of probabilities: states that last for a trained number of steps.
+
+    A segment of state s takes d steps with probability `q_s(d)`, for d from 1 to D, and another state follows. The
+    states of an `HMM` with this transition, in its emission and in all results, are these c states.
+
+    Args:
+        num_states: c.
+        max_duration: D, the largest number of steps; memory and time are in proportion to it.
+        durations: "free" for a probability of each number of steps; "poisson" or "negative_binomial" for a family of
+            d - 1; or a `Distribution` of c units over integers from 0 on. A family is restricted to 1..D and
+            normalized: `q_s(d) = f_s(d - 1) / sum_k f_s(k - 1)`.
+        right_censored: whether the last segment may go on after the last step, so that probabilities of all sequences
+            of a length sum to 1. With False it has to end there: `log_prob` is that of the data and of this event.
+        prior_count: added to expected counts of moves and of durations by expectation maximization, see `LogWeights`.
+        generator: the source of randomness for the initial weights.
+
+    Attributes:
+        matrix: `LogWeights` `[c, c - 1]`, the probabilities of the states that follow, without the diagonal; `[1, 1]`
+            if there is one state, which follows itself.
+        durations: `LogWeights` `[c, D]`, of which row s is `log q_s`; of a family, `durations.family` is the
+            `Distribution`, which expectation maximization fits to expected counts by up to 100 steps of L-BFGS.
+
+    Call: `()` to the structure, of logarithms. `set` takes its matrix `[c, c]` and durations `[c, D]`; a family takes
+    the parameters of the largest likelihood.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: a size is not positive, a choice is unknown, or units are others than c.
+
+    Cost: `c D + c^2` exponentials; in a chain, see `logchain.transitions.Duration`.
+
+    Source: S.-Z. Yu, "Hidden semi-Markov models", Artificial Intelligence 174 (2010).
+
+    >>> from logchain.nn import HMM
+    >>> transition = Durations(2, 3)
+    >>> transition.set(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.5, 0.5]]))
+    >>> hmm = HMM(2, "poisson", transition=transition)
+    >>> hmm.emission.set(torch.tensor([1.0, 9.0]))
+    >>> hmm.decode(torch.tensor([0, 0, 9, 9, 9, 1, 0])).states  # state 0 takes three steps, the last time at least two
+    tensor([0, 0, 0, 1, 1, 0, 0])
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        max_duration: int,
+        durations: Literal["free", "poisson", "negative_binomial"] | Distribution = "free",
+        *,
+        right_censored: bool = True,
+        prior_count: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_count("num_states", num_states)
+        check_count("max_duration", max_duration)
+        check_flag("right_censored", right_censored)
+        super().__init__(num_states, ())
+        self.right_censored = right_censored
+        self.matrix = LogWeights(num_states, max(num_states - 1, 1), prior_count=prior_count, generator=generator)
+        if durations == "free":
+            self.durations = LogWeights(num_states, max_duration, prior_count=prior_count, generator=generator)
+            return
+        if not isinstance(durations, Distribution):
+            check_choice("durations", durations, ("free", "poisson", "negative_binomial"))
+            durations = _family(durations, num_states, max_duration / 2, generator)
+        if durations.units != (num_states,):
+            raise ValueError(f"durations: expected a Distribution of units ({num_states},), got {durations.units}")
+        self.durations = FamilyWeights(durations, max_duration, prior_count)
+
+    def structure(self, *logs: Tensor) -> structures.Duration:
+        """The structure, with -inf on the diagonal of its matrix."""
+        moves, durations = logs
+        c = self.num_states
+        if c > 1:  # between two entries of the diagonal lie c others
+            rows = pad(moves.reshape(c - 1, c), (0, 1), value=-torch.inf)
+            moves = pad(rows.flatten(), (1, 0), value=-torch.inf).view(c, c)
+        return structures.Duration(moves, durations)
+
+    def as_weights(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """The matrix without its diagonal, and the durations."""
+        if len(parameters) != 2:
+            return parameters
+        c = self.num_states
+        matrix = broadcast("matrix", parameters[0], torch.Size((c, c)))
+        if c == 1:
+            return matrix, parameters[1]
+        if bool(matrix.diagonal().any()):
+            raise ValueError("matrix: expected a diagonal of 0, since the durations say how long a state lasts")
+        return matrix.flatten()[1:].view(c - 1, c + 1)[:, :-1].reshape(c, c - 1), parameters[1]
+
+
+class FamilyWeights(LogWeights):
+    """Log-probabilities `[c, K]` of the integers from 0 to K - 1 under a family, normalized."""
+
+    def __init__(self, family: Distribution, num_values: int, prior_count: float) -> None:
+        torch.nn.Module.__init__(self)
+        self.dim, self.prior_count, self.family = -1, prior_count, family
+        self.register_buffer("values", torch.arange(num_values)[:, None], persistent=False)
+
+    @property
+    def logits(self) -> Tensor:  # type: ignore[override]
+        """Log-probabilities of the family that has no largest value."""
+        return self.family.log_density(cast(Tensor, self.values)).mT
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters of the family again."""
+        self.family.reset_parameters(generator)
+
+    def _store(self, probabilities: Tensor) -> None:
+        """Take the parameters that maximize `sum probabilities log q`, from the present ones on."""
+        optimizer = torch.optim.LBFGS(self.family.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+        def cross_entropy() -> Tensor:
+            optimizer.zero_grad()
+            terms = probabilities * self().masked_fill(probabilities == 0, 0.0)  # not 0 times -inf
+            loss: Tensor = -terms.sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(cross_entropy)
+        optimizer.zero_grad()
+
+
+def _family(name: str, num_states: int, mean: float, generator: torch.Generator | None) -> Distribution:
+    """A family of which every state has about this mean."""
+    if name == "poisson":
+        return Distribution(torch.distributions.Poisson, num_states, spread=0.5, generator=generator, rate=mean)
+    family, logits = torch.distributions.NegativeBinomial, math.log(mean)
+    return Distribution(family, num_states, spread=0.5, generator=generator, total_count=1.0, logits=logits)

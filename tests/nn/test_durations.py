@@ -1,0 +1,194 @@
+"""Hidden semi-Markov models equal sums over all segmentations; expectation maximization recovers durations."""
+
+import copy
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from logchain import nn
+from logchain.nn import HMM
+from logchain.nn.transitions import Durations
+from logchain.transitions import Duration
+from tests.nn import segmentations
+from tests.nn.hmms import F64, array, categories, close, seeded
+
+C, D, V, LENGTHS = 3, 4, 6, [6, 1, 3, 4, 6]
+FAMILIES = ["free", "poisson", "negative_binomial"]
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+CENSORED = pytest.mark.parametrize("right_censored", [True, False], ids=["censored", "ends"])
+
+
+def semi_markov(family="free", num_states=C, longest=D, seed=0, **options):
+    transition = Durations(num_states, longest, family, generator=seeded(seed), **options)
+    hmm = HMM(num_states, "categorical", num_categories=4, transition=transition, generator=seeded(seed + 1))
+    return hmm.double()
+
+
+def weights(hmm, data):
+    """The log-weight of each segmentation of one sequence."""
+    x, structure = array(hmm.emission(data)), hmm.transition()
+    parts = (array(part) for part in (hmm.initial(), *structure.parameters))
+    return segmentations.log_weights(x, *parts, censored=hmm.transition.right_censored)
+
+
+@FAMILY
+@CENSORED
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
+@pytest.mark.parametrize(("num_states", "longest"), [(C, D), (1, D), (2, 1), (2, 9)], ids=str)
+def test_likelihoods_posteriors_and_best_paths_equal_the_segmentations(
+    family, right_censored, lengths, num_states, longest
+):
+    if longest < V and num_states == 1 and not right_censored:
+        lengths = None
+    hmm, data = semi_markov(family, num_states, longest, right_censored=right_censored), categories(5, V)
+    posterior, best = hmm.posterior(data, lengths=lengths), hmm.decode(data, lengths=lengths)
+    close(hmm.log_prob(data, lengths=lengths), array(posterior.log_norm))
+    for row, length in enumerate(lengths or [V] * 5):
+        table = weights(hmm, data[row, :length])
+        begins = segmentations.posterior(table, length, num_states, longest)
+        close(posterior.log_norm[row], segmentations.log_sum(table))
+        close(posterior.states[row, :length], segmentations.of_states(begins))
+        assert (posterior.states[row, length:] == 0).all() and (best.states[row, length:] == -1).all()
+        close(best.score[row], max(table.values()))
+        steps = tuple(best.states[row, :length].tolist())
+        top = [weight for segments, weight in table.items() if segmentations.steps_of(segments, length) == steps]
+        close(best.score[row], max(top))
+
+
+@CENSORED
+def test_em_step_takes_the_expected_counts(right_censored):
+    hmm, data = semi_markov(right_censored=right_censored), categories(5, V)
+    begins, moves = np.zeros((C, D)), np.zeros((C, C))
+    for row in data:
+        table = weights(hmm, row)
+        begins += segmentations.posterior(table, V, C, D).sum(0)
+        norm = segmentations.log_sum(table)
+        for segments, weight in table.items():
+            for (state, *_), (following, *_) in zip(segments, segments[1:], strict=False):
+                moves[state, following] += np.exp(weight - norm)
+    counts = hmm.posterior(data, transitions="sum").transitions
+    close(counts.matrix, moves)
+    hmm.fit(data, max_iterations=1, restarts=0)
+    structure = hmm.transition().map(torch.exp)
+    close(structure.durations, begins / begins.sum(1, keepdims=True))
+    close(structure.matrix, moves / moves.sum(1, keepdims=True))
+
+
+@FAMILY
+def test_step_reaches_the_maximum_of_the_family(family):
+    counts = torch.tensor([[9.0, 4.0, 1.0, 0.5], [0.6, 0.2, 0.15, 0.1], [0.0, 0.0, 0.0, 0.0]], dtype=F64)
+    durations = semi_markov(family).transition.durations
+    before = durations().detach()
+    for step in (0.0, 0.5, 1.0):
+        target = (1 - step) * durations().exp().detach() + step * counts / counts.sum(1, keepdim=True)
+        durations.maximise(counts, step)
+        slopes = torch.autograd.grad((target[:2] * durations()[:2]).sum(), list(durations.parameters()))
+        assert all(slope.abs().max() < 1e-4 for slope in slopes)
+        torch.testing.assert_close(durations()[2], before[2])  # which has no counts
+        if not step:
+            torch.testing.assert_close(durations(), before)
+    assert all(parameter.grad is None for parameter in durations.parameters())
+
+
+@FAMILY
+def test_em_recovers_the_parameters_and_never_falls(family):
+    transition = Durations(3, 8, family)
+    lasting = {
+        "free": torch.tensor([[0.0, 0.5, 0.0, 0.5], [0.0, 0.0, 1.0, 0.0], [0.2, 0.3, 0.4, 0.1]]),
+        "poisson": torch.distributions.Poisson(torch.tensor([1.0, 3.0, 5.0])).log_prob,
+        "negative_binomial": torch.distributions.NegativeBinomial(
+            torch.tensor([1.0, 4.0, 6.0]), torch.tensor([0.6, 0.4, 0.5])
+        ).log_prob,
+    }[family]
+    if callable(lasting):
+        lasting = lasting(torch.arange(8.0)[:, None]).exp().mT
+    lasting = torch.nn.functional.pad(lasting, (0, 8 - lasting.shape[1]))
+    lasting = lasting / lasting.sum(1, keepdim=True)
+    matrix = torch.tensor([[0.0, 0.7, 0.3], [0.5, 0.0, 0.5], [0.9, 0.1, 0.0]])
+    transition.set(matrix, lasting)
+    torch.testing.assert_close(transition.durations().exp(), lasting, atol=2e-3, rtol=0)
+    model = HMM(3, "gaussian", transition=transition, generator=seeded()).double()
+    model.emission.set(torch.tensor([-4.0, 0.0, 4.0]), torch.ones(3))
+    data = model.sample(16, 100, generator=seeded()).data
+    learner = HMM(3, "gaussian", transition=Durations(3, 8, family, generator=seeded(1)), generator=seeded()).double()
+    learner.emission.set(torch.tensor([-2.0, 0.0, 2.0]), torch.ones(3))
+    fitted = learner.fit(data, restarts=0, tolerance=0.1)
+    gains = np.diff(fitted.history)
+    assert fitted.converged and (gains > -1e-8).all()
+    assert fitted.log_likelihood > model.log_prob(data).sum() - 1e-8
+    structure = learner.transition().map(torch.exp)
+    torch.testing.assert_close(structure.durations, lasting.double(), atol=0.1, rtol=0)
+    torch.testing.assert_close(structure.matrix, matrix.double(), atol=0.1, rtol=0)
+    torch.testing.assert_close(learner.emission.means.detach(), model.emission.means.detach(), atol=0.15, rtol=0)
+
+
+@FAMILY
+@CENSORED
+def test_gradients_equal_finite_differences_and_fit(family, right_censored):
+    hmm, data = semi_markov(family, right_censored=right_censored), categories(5, V)
+    lengths = torch.tensor(LENGTHS)
+    parameters = tuple(hmm.transition.parameters())
+    assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data, lengths=lengths), parameters)
+    before = hmm.log_prob(data).sum()
+    report = hmm.fit(data, method="gradient", max_iterations=2, restarts=0)
+    assert report.log_likelihood > before
+
+
+@CENSORED
+def test_draws_have_the_probabilities_of_segmentations(right_censored):
+    count, v = 4000, 4
+    hmm = semi_markov(right_censored=right_censored)
+    states, data = hmm.sample(count, v, generator=seeded())
+    assert data.shape == (count, v)
+    nothing = torch.full((v,), torch.nan)
+    drawn_again = hmm.sample_posterior(nothing, count, generator=seeded(1))
+    table = weights(hmm, torch.zeros(v, dtype=torch.int64))
+    log_p = array(hmm.emission(torch.zeros(1, dtype=torch.int64)))[0]
+    shares = defaultdict(float)
+    for segments, weight in table.items():
+        steps = segmentations.steps_of(segments, v)
+        shares[steps] += np.exp(weight - log_p[list(steps)].sum())
+    total = sum(shares.values())
+    assert total == pytest.approx(1) if right_censored else total < 1
+    for drawn in (states, drawn_again):
+        assert set(map(tuple, drawn.tolist())) <= set(shares)
+        for steps, share in shares.items():
+            share = share / total
+            frequency = (drawn == torch.tensor(steps)).all(-1).double().mean().item()
+            assert abs(frequency - share) <= 5 * np.sqrt(share / count) + 5 / count
+
+
+@FAMILY
+def test_restarts_draw_durations_again(family):
+    hmm, data = semi_markov(family), categories(5, V)
+    durations = hmm.transition.durations().clone()
+    hmm.initialise(data, generator=seeded(7))
+    again = copy.deepcopy(hmm)
+    again.initialise(data, generator=seeded(7))
+    assert torch.equal(again.transition.durations(), hmm.transition.durations())
+    assert not torch.equal(durations, hmm.transition.durations())
+    assert hmm.fit(data, restarts=2, max_iterations=2, generator=seeded()).log_likelihood > -torch.inf
+
+
+def test_distribution_of_torch_is_a_family():
+    logits = torch.tensor([0.5, 0.0, -1.0])
+    transition = Durations(C, D, nn.Distribution(torch.distributions.Geometric, C, logits=logits, spread=0))
+    expected = torch.sigmoid(-logits)[:, None] ** torch.arange(D)
+    torch.testing.assert_close(transition.durations().exp(), expected / expected.sum(1, keepdim=True))
+
+
+def test_module_may_return_durations_that_follow_covariates():
+    class Driven(torch.nn.Module):
+        def forward(self, covariates):
+            structure = hmm.transition()
+            tilted = structure.durations + covariates * torch.arange(D)
+            return Duration(structure.matrix, tilted.log_softmax(-1))
+
+    hmm, data = semi_markov(), categories(5, V)
+    driven = HMM(C, hmm.emission, transition=Driven())
+    driven.initial = hmm.initial
+    torch.testing.assert_close(driven.log_prob(data, covariates=torch.tensor(0.0)), hmm.log_prob(data))
+    lasting = driven.decode(data[0], covariates=torch.tensor(99.0)).states
+    assert (lasting[:D] == lasting[0]).all()
