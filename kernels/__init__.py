@@ -17,7 +17,7 @@ from .choice import load as load
 from .choice import on_cpu as on_cpu
 from .choice import use as use
 from .message import Kept, Message
-from .structured import Arcs, Factors
+from .structured import Arcs, Durations, Factors
 
 # modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
 _ON_GPU = {name: OnDevice(name) for name in ("forward", "backward", "viterbi", "matmul", "product")}
@@ -97,10 +97,10 @@ def in_large_pages(tensor: Tensor) -> Tensor:
 
 
 def structured_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
-    """The module of `forward` and `backward` of factors, bands and arcs in C; None for others, and on other devices."""
+    """The module of `forward` and `backward` of structures in C; None for others, and on other devices."""
     return load("cpu.products") if in_c(x) and isinstance(pattern, Factors) else exact_kernels(x, pattern)
 
 
 def exact_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
-    """The module of the exact scan of bands and arcs in C; None for others, and on other devices."""
-    return load("cpu.sparse") if in_c(x) and type(pattern) in (tuple, Arcs) else None
+    """The module of the exact scan of bands, arcs and durations in C; None for others, and on other devices."""
+    return load("cpu.sparse") if in_c(x) and type(pattern) in (tuple, Arcs, Durations) else None

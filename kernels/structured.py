@@ -55,6 +55,17 @@ class Factors(NamedTuple):
     diagonal: bool = False
 
 
+class Durations(NamedTuple):
+    """Segments with durations: a matrix `(segments, segments)` and the durations `(segments, longest)`.
+
+    They are one parameter, a vector of the entries of both. State `s longest + r` is the state s of a segment with r
+    more steps; see `transitions.Duration`.
+    """
+
+    segments: int
+    longest: int
+
+
 @dataclass(frozen=True, eq=False)
 class Arcs:
     """The transitions that are not zero, each from a source to a target: int64 (arcs), sorted by source, then target.
@@ -87,7 +98,7 @@ class Structured:
         p0: initial weights [*B or ones, c].
         pattern: where the parameters stand. For bands the offsets, a tuple of integers: parameter (bands, c), of which
             `values[band, j]` is the weight from state j - offset to j, and is ignored where no state is. `Arcs` for a
-            parameter (arcs). `Factors` for a product. None for any other structure.
+            parameter (arcs). `Durations` for one of segments. `Factors` for a product. None for any other structure.
         ends: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
         log_params: whether parameters and `p0` are logarithms.
         dtype: the dtype of the arithmetic, float32 or float64.

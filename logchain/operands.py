@@ -131,7 +131,7 @@ class Operands(NamedTuple):
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
-        """The result of a function of the exact scan in C for bands and arcs with values on a CPU; None for others."""
+        """The result of a function of the exact scan in C where values are on a CPU; None for structures without it."""
         module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
         if module is None:
             return None

@@ -173,6 +173,20 @@ MUTANTS = [
         ("a best path has infinite potentials", "bad |= ~(a < INFINITE), high", "bad |= a != a, high"),
         ("best paths go on after the end", "unknown || row[state] == -INFINITE ? 0 : place->steps", "a->steps"),
     )),
+    *(Mutant(name, C + file, old, new, "tests/kernels/test_structures.py -k 'detours or sizes'")
+      for name, file, old, new in (
+        ("a segment goes on in the next state", "durations.h", "(whole)(longest - 1 - r), after.e",
+         "(whole)LANES, after.e"),
+        ("segments that begin are counted as if by one weight", "durations.h", "splat(entering.e[s])}, high)",
+         "splat(0 * entering.m[s])}, high)"),
+        ("weights of segments are by the exponent of their first", "durations.h", "real high = largest(tops) - LIFT;",
+         "real high = tops[0] - LIFT;"),
+        ("exponents of durations do not matter", "entries.h", "? 2 * m->top : 0;", "? m->top : 0;"),
+    )),
+    Mutant("a best segment goes on in the next state", C + "structure_paths.h",
+           "(whole)(longest - 1 - r), after.value", "(whole)LANES, after.value", BEST),
+    Mutant("draws of segments ignore their durations", C + "structure_paths.h", "product.e + factor.e + own.e",
+           "product.e + 0 * factor.e + own.e", "tests/kernels/test_structure_paths.py -k draws"),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
            "where(denormal, splat(0), a)", STRUCTURES),
     *(Mutant(name, C + file, old, new, "tests/kernels/test_structure_paths.py -k messages")

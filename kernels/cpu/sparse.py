@@ -1,4 +1,4 @@
-"""Chains whose transitions are bands or arcs, as `kernels.plain` defines them, by the exact scan of the C library.
+"""Chains whose transitions are bands, arcs or durations, by the exact scan of the C library.
 
 Messages are numbers of a mantissa and an exponent, in which nothing underflows. Exponents are exact up to 2^24 in
 float32, and to 2^53 in float64; where larger ones matter, a chain is computed in float64, or by the scan of any
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..structured import Arcs, Gradients, Structured, Walk, places
+from ..structured import Arcs, Durations, Gradients, Structured, Walk, places
 from .arguments import Pointing, fields, function, run, shared
 from .library import in_large_pages
 
@@ -28,7 +28,7 @@ _LONGEST_ROW = 64
 # the multiply-adds of a dense chain that take as long as one state of one band
 _COST = 16
 
-_BANDS, _ARCS = 0, 1
+_BANDS, _ARCS, _DURATIONS = 0, 1, 3
 
 
 class _Arguments(ctypes.Structure):
@@ -206,6 +206,9 @@ class _Call(Pointing):
         if isinstance(chain.pattern, Arcs):
             graph = _graph(chain.pattern, chain.c, self._lanes)
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
+        elif isinstance(chain.pattern, Durations):
+            self.set(kind=_DURATIONS, terms=chain.pattern.segments)
+            self._work *= _COST
         else:
             offsets, terms = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"), len(chain.pattern)
             self.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))

@@ -5,7 +5,7 @@ Those of structures are traced back through the messages m of a forward pass in 
     m_0 = log p0 + x_0              m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
     z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)
 
-These are computed in float64, except for bands and arcs on a CPU, which the C library computes.
+These are computed in float64, except for bands, arcs and durations on a CPU, which the C library computes.
 """
 
 import math

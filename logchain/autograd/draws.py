@@ -1,7 +1,7 @@
 """State paths drawn from their posterior, as an operator of torch.
 
 Those of structures are traced back through the log messages m of a forward pass, `z_{i-1}` with the weights
-`exp(m_{i-1}) P_i(., z_i)`: in float64, except for bands and arcs on a CPU, which the C library computes.
+`exp(m_{i-1}) P_i(., z_i)`: in float64, except for bands, arcs and durations on a CPU, which the C library computes.
 """
 
 from typing import Any

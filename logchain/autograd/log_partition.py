@@ -2,9 +2,9 @@
 
 The operators of `dense_operators` compute dense matrices, also inside torch.compile and torch.func. All else is a
 `Schedule` of the Function `LogPartition`, with its derivatives `Posteriors` and `Covariances`: short chains, pieces
-with checkpoints, packed sequences, and structures. On a CPU products of factors, bands and arcs have kernels; any other
-structure is scanned in log space. The gradients are posterior marginals, computed by a backward pass from the operands
-and all or some of the forward messages. Second derivatives are those of torch's autograd through the scan.
+with checkpoints, packed sequences, and structures. On a CPU products of factors, bands, arcs and durations have kernels;
+any other structure is scanned in log space. The gradients are posterior marginals, computed by a backward pass from the
+operands and all or some of the forward messages. Second derivatives are those of torch's autograd through the scan.
 """
 
 from collections.abc import Sequence

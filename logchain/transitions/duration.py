@@ -19,6 +19,7 @@ from ..arguments import (
 from ..chain_arguments import ChainArguments
 from ..kernels import on_gpu
 from ..kernels.numbers import log_weights
+from ..kernels.structured import Durations
 from .dense import Dense
 from .semiring import LINEAR, Semiring
 from .transition import Transition, Transposed, check_parameter, look_up
@@ -92,6 +93,22 @@ class Duration(Transition):
             raise ValueError(f"durations: expected [..., {c}, D] to go with matrix, got {list(durations.shape)}")
         super().__init__(matrix, durations)
         self.states = c * durations.shape[-1]
+
+    @property
+    def pattern(self) -> Durations:
+        """The sizes of both parameters."""
+        return Durations(*self.durations.shape[-2:])
+
+    def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One parameter of the entries of both; see `Transition.to_pattern`."""
+        return (torch.cat([one.expand(*self.lead, -1, -1).flatten(-2) for one in parameters], -1),)
+
+    def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of both parameters; see `Transition.from_pattern`."""
+        (total,) = gradients
+        parts = total.split([one.shape[-2:].numel() for one in self.parameters], -1)
+        pairs = zip(parts, self.parameters, strict=True)
+        return tuple(part.unflatten(-1, one.shape[-2:]).sum_to_size(one.shape) for part, one in pairs)
 
     @property
     def matrix(self) -> Tensor:

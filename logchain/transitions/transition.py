@@ -44,8 +44,8 @@ class Transition(ABC):
             and no batch axes either, means one matrix for every step. All have as many of these axes.
         own: the number of each parameter's last axes, after batch and steps.
         sums: whether entries are sums of products of parameters, so that no best path passes through them.
-        pattern: what the kernels of bands, arcs and products take; None for a user's structures, which are computed in
-            log space, in float64, by `apply`.
+        pattern: what the kernels of bands, arcs, durations and products take; None for a user's structures, which are
+            computed in log space, in float64, by `apply`.
     """
 
     states: int

@@ -1,4 +1,4 @@
-"""Chains whose matrices are arcs, bands or products of factors, and a check of their scans against dense matrices."""
+"""Chains of structures of each kind, and a check of their scans against dense matrices."""
 
 import math
 from collections.abc import Callable
@@ -50,6 +50,10 @@ def bands(c: int, *offsets: int) -> Kind:
     return Kind(c, [(len(offsets), c)], lambda values: transitions.Banded(values, offsets))
 
 
+def durations(segments: int, longest: int) -> Kind:
+    return Kind(segments * longest, [(segments, segments), (segments, longest)], transitions.Duration)
+
+
 def low_rank(c: int, r: int, diagonal: bool = True) -> Kind:
     return Kind(c, [(c, r), (c, r), *([(c,)] if diagonal else [])], transitions.LowRank)
 
@@ -69,6 +73,7 @@ def kronecker(*sizes: int) -> Kind:
 KINDS = {
     "arcs": random_arcs(9),
     "bands": bands(11, 0, 1, -3),
+    "durations": durations(4, 3),
     "low_rank": low_rank(11, 3),
     "low_rank_only": low_rank(9, 2, False),
     "block_diagonal": block_diagonal(3, 5),

@@ -1,4 +1,4 @@
-"""Messages, best paths and draws of bands and arcs by the exact scan in C, against dense matrices."""
+"""Messages, best paths and draws of bands, arcs and durations by the exact scan in C, against dense matrices."""
 
 import numpy as np
 import pytest
@@ -16,15 +16,19 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"]
 def with_dense(kind, **options):
     """A chain of sequences of different lengths, and its operands with dense matrices."""
     chain = draw(kind, (2, 3), (2, 1), log=True, zeros=0.1, ends=True, **options)
-    matrices = structures.dense(chain.kind.make(chain.parameters[0].double()))
-    return chain, [chain.x.double(), matrices, chain.p0.double()]
+    return chain, dense_operands(chain)
+
+
+def dense_operands(chain):
+    matrices = structures.dense(chain.kind.make(*(one.double() for one in chain.parameters)))
+    return [chain.x.double(), matrices, chain.p0.double()]
 
 
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 300.0, 1e7])
 def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level):
     """In each entry, however far below the others."""
-    for kind in (structures.bands(19, 0, 2, -1, 18), structures.random_arcs(37)):
+    for kind in (structures.bands(19, 0, 2, -1, 18), structures.random_arcs(37), structures.durations(3, 17)):
         for steps in (1, 5):
             chain, dense = with_dense(kind, v=6, steps=steps, dtype=dtype, scale=scale)
             lengths = chain.lengths.numpy()
@@ -43,7 +47,8 @@ def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level)
 @pytest.mark.parametrize(("steps", "dtype"), [(1, F32), (3, F64)], ids=str)
 def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
     """States are as frequent as their posteriors say, and no pair of neighbors is impossible."""
-    for kind in (structures.bands(7, 0, 2, -1), structures.random_arcs(6), structures.arcs(70, hub(70))):
+    segments = structures.durations(3, 4), structures.durations(7, 1)
+    for kind in (structures.bands(7, 0, 2, -1), structures.random_arcs(6), structures.arcs(70, hub(70)), *segments):
         chain, dense = with_dense(kind, v=4, steps=steps, dtype=dtype, scale=3.0)
         count, lengths, ends = 4000, chain.lengths.numpy(), chain.lengths[..., None]
         wanted = reference.marginals(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
@@ -65,23 +70,24 @@ def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
 def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):
     """Of whole numbers, whose sums are exact; also where a state has more arcs than a row."""
     shapes = structures.bands(41, 3, -2, 0, 40, 1, -1, 2, 5, 7), structures.bands(5, 1), structures.random_arcs(37)
-    for kind in (*shapes, structures.arcs(210, hub(200))):
-        chain, dense = with_dense(kind, v=9, steps=steps, dtype=dtype)
+    segments = [structures.durations(*sizes) for sizes in ((17, 2), (2, 17), (3, 1), (1, 5), (2, 33))]
+    for kind in (*shapes, *segments, structures.arcs(210, hub(200))):
+        chain, _ = with_dense(kind, v=9, steps=steps, dtype=dtype)
         for operand in chain.operands:
             operand.round_()
-        dense = [one.round().numpy() for one in dense]
+        dense = [one.numpy() for one in dense_operands(chain)]
         wanted = reference.viterbi(*dense, log_params=True, lengths=chain.lengths.numpy())
         computed = chain.call(logchain.viterbi)
         assert not computed.score.isnan().any() and (computed.states == torch.from_numpy(wanted.states)).all()
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["arcs", "bands"])
+@pytest.mark.parametrize("name", ["arcs", "bands", "durations"])
 def test_no_path_is_known_where_a_number_is_infinite_or_none(name, dtype):
     chain = draw(KINDS[name], (4,), (4,), steps=4, dtype=dtype)
     states = chain.call(logchain.viterbi).states
     for number in (NAN, INF):
-        for operand in (chain.x[:, 4], chain.parameters[0][:, 3], chain.p0):
+        for operand in (chain.x[:, 4], chain.p0, *(one[:, 3] for one in chain.parameters)):
             operand, restored = operand.flatten(1), operand.flatten(1)[:, 0].clone()
             operand[1, 0] = number
             computed, score = chain.call(logchain.viterbi)

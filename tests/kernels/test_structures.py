@@ -1,4 +1,4 @@
-"""Scans of arcs, bands and products of factors, in C and in torch operations, against dense chains in log space."""
+"""Scans of structures of each kind, in C and in torch operations, against dense chains in log space."""
 
 import math
 
@@ -20,7 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"]
 FACTORS = [name for name, kind in KINDS.items() if kind.is_product]
 
 # every kind in C, and those that differ most in torch operations
-IN_TORCH = ["arcs", "bands", "low_rank", "monarch"]
+IN_TORCH = ["arcs", "bands", "durations", "low_rank", "monarch"]
 CASES = pytest.mark.parametrize(
     ("backend", "name"), [*(("cpu", name) for name in KINDS), *(("plain", name) for name in IN_TORCH)]
 )
@@ -38,6 +38,14 @@ SIZES = [
     (structures.bands(16, 0, 1, 2, -1, -2, 3, 4), {"scale": 1e4}, None),
     (structures.bands(32, 0, 1, 2, -1, -2, 3, 4, 5), {"scale": 9.0}, None),
     (structures.bands(35, *range(-9, 10)), {"steps": 4, "scale": 50.0}, None),
+    (structures.durations(1, 1), {"v": 3}, None),
+    (structures.durations(1, 40), {"steps": 4}, None),
+    (structures.durations(17, 1), {"steps": 4, "scale": 20.0}, None),
+    (structures.durations(9, 2), {"scale": 300.0}, None),
+    (structures.durations(3, 15), {"v": 9}, None),
+    (structures.durations(2, 16), {"scale": 1e4}, None),
+    (structures.durations(2, 17), {"steps": 4}, None),
+    (structures.durations(2, 33), {"scale": 9.0}, None),
     (structures.low_rank(70, 5), {"v": 3}, 5e-6),
     (structures.monarch(20, 36, 18), {"v": 3}, 5e-6),
     (structures.block_diagonal(2, 33), {"v": 3}, 5e-6),
@@ -88,7 +96,7 @@ def test_nan_of_weight_zero_is_not_counted(backend, name):
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank", "monarch"])
+@pytest.mark.parametrize("name", ["arcs", "bands", "durations", "low_rank", "monarch"])
 @pytest.mark.parametrize("how", STRANGE)
 def test_layouts_change_nothing(backend, name, how):
     chain = draw(KINDS[name], (2, 3), (2, 1), steps=4, dtype=F64)
@@ -100,16 +108,17 @@ def test_layouts_change_nothing(backend, name, how):
     torch.testing.assert_close(computed.gradients, wanted.gradients, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank"])
+@pytest.mark.parametrize("name", ["arcs", "bands", "durations", "low_rank"])
 def test_each_level_is_near_dense_chains(name, level):
-    kind = {"arcs": structures.random_arcs(37), "bands": structures.bands(37, 0, 1, -2)}.get(name)
+    kinds = {"arcs": structures.random_arcs(37), "bands": structures.bands(37, 0, 1, -2)}
+    kind = (kinds | {"durations": structures.durations(2, 19)}).get(name)
     for scale in (1.0, 300.0):
         for dtype in (F32, F64):
             chain = draw(kind or structures.low_rank(37, 3), (2,), v=4, scale=scale, dtype=dtype, zeros=0.1)
             check("cpu", chain, near=2e-4)
 
 
-@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank"])
+@pytest.mark.parametrize("name", ["arcs", "bands", "durations", "low_rank"])
 @pytest.mark.parametrize(("owned", "steps"), [(1, 1), (1, 9), (7, 1)], ids=["one", "steps", "own"])
 def test_threads_share_sequences(name, owned, steps, monkeypatch):
     chain = draw(KINDS[name], (7,), (owned,), v=10, steps=steps)
@@ -141,6 +150,7 @@ RARE = {
 TWO_STATES = {
     "arcs": structures.arcs(2, [(0, 0), (1, 1)]),
     "bands": structures.bands(2, 0),
+    "durations": structures.durations(2, 1),
     "factors": structures.monarch(2, 1, 1),
 }
 IDENTITY = [[[[1.0, 0.0], [0.0, 1.0]]]]  # the second factor of two states
@@ -152,10 +162,13 @@ IDENTITY = [[[[1.0, 0.0], [0.0, 1.0]]]]  # the second factor of two states
 @pytest.mark.parametrize("rare", RARE)
 def test_paths_far_below_others(rare, name, backend, dtype):
     rows, weights, of_factors = RARE[rare]
-    parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
-    parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
-    parameters = [parameter.tolist(), IDENTITY][: len(TWO_STATES[name].sizes)]
-    chain = single(TWO_STATES[name], parameters, rows, [1.0, 1.0], dtype)
+    parameter, kind = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1), TWO_STATES[name]
+    if name == "durations":
+        parameter = parameter[:, None] * torch.eye(2)
+    parameter = parameter.view(-1, *kind.sizes[0])
+    second = [[[1.0], [1.0]]] if name == "durations" else IDENTITY
+    parameters = [parameter.tolist(), second][: len(kind.sizes)]
+    chain = single(kind, parameters, rows, [1.0, 1.0], dtype)
     recomputed = [check(backend, one).recomputed for one in (chain, chain.logs())]
     if backend == "cpu":
         assert recomputed == [name == "factors" and dtype in of_factors] * 2
@@ -190,16 +203,16 @@ def test_messages_of_arcs_that_underflow_alone_are_not_recomputed(backend):
 @BACKENDS
 @LOG
 @DTYPES
-@pytest.mark.parametrize("name", ["arcs", "bands"])
-def test_arcs_and_bands_of_any_weight(name, backend, log, dtype):
+@pytest.mark.parametrize("name", ["arcs", "bands", "durations"])
+def test_structures_of_any_weight(name, backend, log, dtype):
     chain = draw(KINDS[name], (2,), (2,), steps=4, dtype=dtype, log=log)
     low, high = (-1e4, 1e4) if log else (1e-44, 1e38) if dtype == F32 else (1e-300, 1e300)
     for sizes in ([low] * 4, [high] * 4, [low, high, 1.0, high], [low, 1.0]):
-        parameter, p0 = (
+        *parameters, p0 = (
             torch.tensor(sizes, dtype=dtype).repeat(operand.numel())[: operand.numel()].view_as(operand)
-            for operand in (chain.parameters[0], chain.p0)
+            for operand in chain.operands[1:]
         )
-        check(backend, chain._replace(parameters=(parameter,), p0=p0), near=1e-12 if dtype == F64 else None)
+        check(backend, chain._replace(parameters=tuple(parameters), p0=p0), near=1e-12 if dtype == F64 else None)
 
 
 @BACKENDS
@@ -267,12 +280,23 @@ def test_numbers_beyond_exponents_of_bands(dtype):
 def test_detours_of_ten_million_nats_are_exact(backend):
     """In float32, whose exponents are whole numbers up to 2^24 only."""
     x = [[0.0, -3e7], [0.0, 0.0], [-3e7, 0.125]]
-    chain = single(TWO_STATES["bands"], [[[[0.5, 0.5]]]], x, [1.0, 1.0])
-    check(backend, chain, near=1e-7)
+    halves = {"bands": [[[[0.5, 0.5]]]], "durations": [[[[0.5, 0.0], [0.0, 0.5]]], [[[1.0], [1.0]]]]}
+    for name, parameters in halves.items():
+        check(backend, single(TWO_STATES[name], parameters, x, [1.0, 1.0]), near=1e-7)
+
+
+@pytest.mark.parametrize("low", [-11_780_001.0, -11_780_002.0])
+def test_detours_by_both_parameters_of_durations_are_exact(low):
+    """In float32, whose exponents are whole numbers up to 2^24 only, a state rises by both parameters."""
+    parameters = [[[0.0, -INF], [-INF, 2e5]]], [[[0.0], [2e5]]]
+    x = [[0.0, low], *[[0.0, 0.0]] * 30, [0.0, -low - 31 * 4e5]]
+    chain = single(structures.durations(2, 1), parameters, x, [0.0, 0.0])._replace(log_params=True)
+    computed = check("cpu", chain, near=1e-4)
+    torch.testing.assert_close(computed.log_norm, torch.tensor([math.log(2)]), rtol=0, atol=1e-4)
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["arcs", "bands"])
+@pytest.mark.parametrize("name", ["arcs", "bands", "durations"])
 def test_masks_that_do_not_matter_stay_in_the_dtype(name, dtype):
     """Potentials of -1e30 in some states give what -inf gives; a step without any possible state is impossible."""
     chain = draw(KINDS[name], (300,), v=90, dtype=dtype)
@@ -335,10 +359,11 @@ def test_states_without_path_through_factors_do_not_overflow_backward():
     assert check("cpu", chain, near=1e-5).recomputed == 0
 
 
-@pytest.mark.parametrize("name", ["low_rank", "monarch", "kronecker", "bands", "arcs"])
+@pytest.mark.parametrize("name", ["low_rank", "monarch", "kronecker", "bands", "arcs", "durations"])
 def test_structures_take_two_messages(name):
     kinds = {"low_rank": structures.low_rank(64, 8), "monarch": structures.monarch(8, 8, 8)}
     kinds |= {"kronecker": structures.kronecker(4, 4, 4), "bands": structures.bands(64, 0, 1, -2)}
+    kinds |= {"durations": structures.durations(4, 16)}
     chain = draw(kinds.get(name, structures.random_arcs(64, 0.1)), (200,), v=40)
     chain = chain._replace(parameters=tuple(one.requires_grad_() for one in chain.parameters))
     peak = peak_bytes(lambda: torch.autograd.grad(chain.call(logchain.product).sum(), chain.parameters))

@@ -7,11 +7,14 @@
        arcs     any, one for each lane                  a gather
        dense    one for all lanes                       a broadcast; entries that are all 0 are left out
 
-   Shapes: v steps, n sequences, c states, `terms` bands or arcs. Strides and places count entries. */
+   Durations (durations.h) have two parameters: a matrix of segments (terms, terms), in blocks like those of dense
+   matrices, and then the durations (terms, D) of these, D = c / terms, a block of one entry for each vector of a row.
+
+   Shapes: v steps, n sequences, c states, `terms` bands, arcs or segments' states. Strides and places count entries. */
 #pragma once
 #include "split.h"
 
-enum { BANDS, ARCS, DENSE };
+enum { BANDS, ARCS, DENSE, DURATIONS };
 
 /* A sequence: which it is, its steps, and where its operands and counts begin in their arrays. */
 typedef struct { int64_t index, steps, x, p0, weights, counts; } Place;
@@ -35,7 +38,8 @@ typedef struct {
     const Place *places;                             /* (n): those that share weights are neighbors */
     const void *pattern;                             /* bands: offsets, int64, see structure_paths.h; arcs: Graph */
     Steps x;                                         /* (v, c) of each sequence */
-    const operand *weights;                          /* (v - 1 or 1) of (bands, c), (1, arcs) or (from, to) */
+    const operand *weights;                          /* (v - 1 or 1) of (bands, c), (1, arcs), (from, to), or
+                                                        both parameters of durations, contiguous */
     int64_t weights_step, weights_outer, weights_inner;
     Steps p0;                                        /* (c) of each sequence */
     real *mantissas, *exponents;                     /* (n, v, whole_vectors(c)): forward messages; or null */
@@ -56,7 +60,7 @@ typedef struct {
 #if defined(FLOAT32_OPERANDS) /* exact scans of dense chains are in float64 */
 INLINE int64_t kind_of(const Exact *a) { (void)a; return DENSE; }
 #elif BITS == 32
-INLINE int64_t kind_of(const Exact *a) { return a->kind == BANDS ? BANDS : ARCS; }
+INLINE int64_t kind_of(const Exact *a) { return a->kind == BANDS || a->kind == DURATIONS ? a->kind : ARCS; }
 #else
 INLINE int64_t kind_of(const Exact *a) { return a->kind; }
 #endif
@@ -65,11 +69,14 @@ INLINE int64_t kind_of(const Exact *a) { return a->kind; }
 typedef struct {
     int64_t blocks;
     int64_t *start;       /* (blocks + 1): first entry of each block */
+    int64_t segments, longest, matrix_blocks; /* durations: (segments, longest), and blocks of the matrix */
+    Row ends, sums, forward; /* durations: scratch (segments), as is `aligned` */
+    real *aligned;
     int64_t *shift;       /* bands: (bands): from a state of the block to the other one */
-    int32_t *other;       /* dense: (entries): the other state */
+    int32_t *other;       /* dense, durations: (entries): the other state */
     const Slices *slices; /* arcs */
     Row entries;          /* (entries, LANES) */
-    real *linear;         /* arcs, dense: (entries, LANES): the same, if all are near 1 */
+    real *linear;         /* arcs, dense, matrix of segments: (entries, LANES): the same, if all are near 1 */
     operand *square;      /* dense: (c, c): scratch for the transpose */
     const operand *of;    /* the weights that are read, or null */
     reals tops;           /* the largest exponents, and of these the largest */
@@ -113,8 +120,19 @@ INLINE Row take_row(Room *room, int64_t width) {
 /* Where the weights of an entry are: lane l, from `first` to before `stop`, at place + l step, or at arc[l] step. */
 typedef struct { int64_t place, step, first, stop; const int32_t *arc; } Lanes;
 
+INLINE Lanes lanes_of_durations(const Matrix *m, int64_t block, int64_t entry) {
+    int64_t c = m->segments, j = block * LANES, k = m->other[entry], vectors = vectors_of(m->longest);
+    if (block < m->matrix_blocks) {
+        int64_t left = smaller_of(c - j, LANES);
+        return m->backward ? (Lanes){j * c + k, c, 0, left, 0} : (Lanes){k * c + j, 1, 0, left, 0};
+    }
+    int64_t r = (block - m->matrix_blocks) % vectors * LANES, state = (block - m->matrix_blocks) / vectors;
+    return (Lanes){c * c + state * m->longest + r, 1, 0, smaller_of(m->longest - r, LANES), 0};
+}
+
 INLINE Lanes lanes_of(const Exact *a, const Matrix *m, int64_t block, int64_t entry, int64_t outer, int64_t inner) {
     int64_t j = block * LANES, left = smaller_of(a->states - j, LANES);
+    if (kind_of(a) == DURATIONS) return lanes_of_durations(m, block, entry);
     if (kind_of(a) == ARCS) return (Lanes){0, inner, 0, LANES, m->slices->arc + entry * LANES};
     if (kind_of(a) == DENSE) return (Lanes){m->other[entry] * outer + j * inner, inner, 0, left, 0};
     int64_t band = entry - m->start[block], shift = m->shift[band], to = m->backward ? j + shift : j;
@@ -145,7 +163,7 @@ INLINE void read_entry(const Exact *a, Matrix *m, int64_t entry, reals weights) 
     Split weight = weight_split(weights, (int)a->logarithms);
     m->has_nan |= any(is_no_weight(weights, (int)a->logarithms));
     store_split(m->entries, entry * LANES, weight), m->tops = larger(weight.e, m->tops);
-    if (kind_of(a) == BANDS) return;
+    if (kind_of(a) == BANDS || (kind_of(a) == DURATIONS && entry >= m->start[m->matrix_blocks])) return;
     m->is_near &= !any((weight.e > -INFINITE) & ((weight.e < -SMALL) | (weight.e > LARGE)));
     store(m->linear + entry * LANES, weight.m * power(smaller(weight.e, splat(LARGE))));
 }
@@ -164,7 +182,7 @@ static const operand *transposed_square(const Exact *a, const operand *from, ope
 static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t step) {
     const operand *from = a->weights + place->weights + (a->one_matrix ? 0 : step - 1) * a->weights_step;
     int64_t outer = a->weights_outer, inner = a->weights_inner;
-    real zero = a->logarithms ? -INFINITE : 0;
+    real zero = a->logarithms ? -INFINITE : 0, unit = a->logarithms ? 0 : 1;
     if (m->of == from) return;
     m->of = from, m->has_nan = 0, m->is_near = kind_of(a) != BANDS, m->tops = splat(-INFINITE);
     if (kind_of(a) == DENSE && m->backward) from = transposed_square(a, from, m->square), outer = a->states, inner = 1;
@@ -175,10 +193,14 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
             if (any(weights != zero)) read_entry(a, m, entry++, weights);
         }
         if (kind_of(a) == DENSE) m->start[block + 1] = entry;
+        /* lanes without states of segments have sums that do not look as if they had underflowed */
+        real fill = block < m->matrix_blocks ? unit : zero;
         for (; entry < m->start[block + 1]; entry++)
-            read_entry(a, m, entry, read_lanes(from, lanes_of(a, m, block, entry, outer, inner), zero));
+            read_entry(a, m, entry, read_lanes(from, lanes_of(a, m, block, entry, outer, inner), fill));
     }
     m->top = largest(m->tops);
+    /* of products of both parameters, at most, and of segments that last */
+    if (kind_of(a) == DURATIONS) m->top = m->top > 0 ? 2 * m->top : 0;
 }
 
 /* Counts of the entries of a matrix times 2^lift: of some steps, and if all share it, of those before. */
@@ -227,24 +249,43 @@ INLINE int64_t held_bands(const Exact *a) { return a->terms < 8 ? a->terms : (a-
 /* Entries that a matrix may have. */
 INLINE int64_t entries_of(const Exact *a, const Matrix *m) {
     if (kind_of(a) == ARCS) return m->slices->start[m->blocks];
+    if (kind_of(a) == DURATIONS) return m->blocks + m->matrix_blocks * (m->segments - 1);
     return m->blocks * (kind_of(a) == BANDS ? held_bands(a) : a->states);
+}
+
+static Matrix begin_durations(Matrix m) {
+    for (int64_t block = 0; block <= m.blocks; block++)
+        m.start[block] = block + smaller_of(block, m.matrix_blocks) * (m.segments - 1);
+    for (int64_t entry = 0; entry < m.start[m.blocks]; entry++)
+        m.other[entry] = entry < m.start[m.matrix_blocks] ? (int32_t)(entry % m.segments) : 0;
+    clear_row(m.matrix_blocks * LANES, m.ends), clear_row(m.matrix_blocks * LANES, m.forward);
+    return m;
 }
 
 /* A matrix, of which nothing is read yet. */
 static Matrix new_matrix(const Exact *a, int backward, Room *room) {
-    int64_t held = kind_of(a) == BANDS ? held_bands(a) : 0, dense = kind_of(a) == DENSE;
+    int64_t held = kind_of(a) == BANDS ? held_bands(a) : 0, dense = kind_of(a) == DENSE, c = a->terms;
     Matrix m = {.blocks = whole_vectors(a->states) / LANES, .backward = backward};
     if (kind_of(a) == ARCS) {
         const Graph *graph = a->pattern;
         m.slices = backward ? &graph->out : &graph->into, m.blocks = m.slices->blocks;
         m.start = (int64_t *)m.slices->start;
-    } else m.start = take(room, (m.blocks + 1) * 8);
+    } else {
+        if (kind_of(a) == DURATIONS) {
+            m.segments = c, m.longest = a->states / c, m.matrix_blocks = vectors_of(c);
+            m.blocks = m.matrix_blocks + c * vectors_of(m.longest);
+            m.ends = take_row(room, m.matrix_blocks * LANES), m.sums = take_row(room, m.matrix_blocks * LANES);
+            m.forward = take_row(room, m.matrix_blocks * LANES), m.aligned = take_reals(room, m.matrix_blocks * LANES);
+        }
+        m.start = take(room, (m.blocks + 1) * 8);
+    }
     int64_t entries = entries_of(a, &m);
     m.entries = take_row(room, entries * LANES);
     m.linear = take_reals(room, kind_of(a) == BANDS ? 0 : entries * LANES);
-    m.shift = take(room, held * 8), m.other = take(room, dense * (entries + 1) * 4);
+    m.shift = take(room, held * 8), m.other = take(room, (dense || m.segments) * (entries + 1) * 4);
     m.square = take(room, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
     if (!room->begin) return m;
+    if (kind_of(a) == DURATIONS) return begin_durations(m);
     for (int64_t block = 0; block <= m.blocks && kind_of(a) != ARCS; block++) m.start[block] = block * held;
     for (int64_t d = 0; d < held; d++) {
         int64_t offset = d < a->terms ? ((const int64_t *)a->pattern)[d] : 0;

@@ -159,9 +159,9 @@ static void read_weights(Scan *w) {
     for (; most > 1 && most < __builtin_inf(); most /= 2) w->counts.lift -= 1;
 }
 
-/* How far bands reach from a state, in whole vectors. */
+/* How far sums reach from a state, in whole vectors. */
 static int64_t reach_of(const Exact *a) {
-    int64_t reach = 0;
+    int64_t reach = kind_of(a) == DURATIONS;
     for (int64_t d = 0; d < a->terms && kind_of(a) == BANDS; d++) {
         int64_t o = ((const int64_t *)a->pattern)[d];
         reach = larger_of(reach, o < 0 ? -o : o);
@@ -169,7 +169,7 @@ static int64_t reach_of(const Exact *a) {
     return whole_vectors(reach);
 }
 
-/* Runs `scan` on the sequences of a thread: on those of one matrix of bands or arcs one by one, on others in groups
+/* Runs `scan` on the sequences of a thread: on those of one matrix one by one, unless it is dense, on others in groups
    that share the matrix of each step. Returns in how many exponents beyond EXACT matter. */
 static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     Room room = {.begin = a->room};
@@ -184,9 +184,9 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     if (a->one_matrix) w.counts.total = take(&room, w.counts.entries * LANES * 8);
     Sequence sequences[TOGETHER], current[TOGETHER];
     for (int64_t f = 0; f < count; f++) {
-        Row message = take_row(&room, w.width + 2 * reach), sums = take_row(&room, w.width);
+        Row message = take_row(&room, w.width + 2 * reach), sums = take_row(&room, w.width + LANES);
         Row kept = take_row(&room, kind_of(a) == DENSE ? w.width : 0);
-        real *aligned = take(&room, kind_of(a) == BANDS ? 0 : w.width * bytes);
+        real *aligned = take(&room, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
         sequences[f] = (Sequence){.message = row_from(message, reach), .sums = sums, .kept = kept, .aligned = aligned};
         if (!a->room) continue;
         clear_row(w.width + 2 * reach, message), clear_row(w.width, sums);

@@ -12,7 +12,7 @@
 #pragma once
 #include "flush.h"
 #include "scale.h"
-#include "sums.h"
+#include "durations.h"
 
 /* Steps whose counts are added up in `real`; steps until rows are aligned again; sequences that share a step. */
 enum { COUNTED_TOGETHER = 256, PATIENCE = 15, TOGETHER = 32 };
@@ -23,7 +23,7 @@ enum { BITS_OF_TERMS = 8 };
 /* What is known of one of the sequences that take a step together. */
 typedef struct {
     const Place *place;
-    Row message, sums;    /* S or T, with zeros on both sides as far as bands reach; U or B (width) */
+    Row message, sums;    /* S or T, with zeros on both sides as far as sums reach; U or B (width) */
     Row kept;             /* S of a step, as it was kept; in scratch (width) of dense chains */
     real *aligned;        /* the message, see align */
     Factor factor;
@@ -76,7 +76,7 @@ static void sum_all(Scan *w, int64_t step) {
         int counts = s->counting.counts && kind_of(w->a) != DENSE;
         if (!is_active(s, step)) continue;
         s->factor = (Factor){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
-        if (m->is_near && s->waits-- <= 0)
+        if (m->is_near && kind_of(w->a) != DURATIONS && s->waits-- <= 0)
             s->factor.e = align(w->width, s->message, s->top, s->aligned), s->factor.aligned = s->aligned;
         if (s->factor.aligned) factors[count++] = &s->factor;
         else others[apart++] = &s->factor;
@@ -85,6 +85,7 @@ static void sum_all(Scan *w, int64_t step) {
     Mode mode = flush_to_zero(w->ordinary); /* of counts: operands and sums are normal */
     if (kind_of(w->a) == DENSE) sum_dense(m, count, factors);
     for (int64_t f = 0; f < count && kind_of(w->a) == BANDS; f++) sum_bands(m, factors[f]);
+    for (int64_t f = 0; f < count && kind_of(w->a) == DURATIONS; f++) sum_durations(m, factors[f]);
     for (int64_t f = 0; f < count && kind_of(w->a) == ARCS; f++) sum_arcs(m, w->width, factors[f], w->pairs);
     set_mode(mode);
     for (int64_t f = 0; f < w->count; f++) {

@@ -1,4 +1,4 @@
-/* Paths over bands or arcs. The best one in logarithms, by the state before each state on the best path into it:
+/* Paths over bands, arcs or durations. The best one in logarithms, by the state before each state on it:
 
        b_0 = log p0 + x_0      b_i(j) = max_k (b_{i-1}(k) + log P_i(k, j)) + x_i(j)      z_{i-1}(j): the lowest such k
 
@@ -51,6 +51,32 @@ static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to
     }
 }
 
+/* Entries to states from one of another segment, and from the same one with a step more. */
+static void best_durations(const Matrix *m, const real *from, real *to, int32_t *before) {
+    int64_t longest = m->longest, states = m->segments * longest;
+    const real *weight = durations_of(m).m;
+    for (int64_t block = 0; block < m->matrix_blocks; block++) {
+        Best best = {splat(-INFINITE), {0}};
+        for (int64_t k = 0; k < m->segments; k++) {
+            reals term = from[k * longest] + load(m->entries.m + (m->start[block] + k) * LANES);
+            best = better_of(best, (Best){term, (wholes){0} + (whole)(k * longest)});
+        }
+        store(m->sums.m + block * LANES, best.value), store(m->sums.e + block * LANES, (reals)best.from);
+    }
+    for (int64_t s = 0; s < m->segments; s++)
+        for (int64_t r = 0; r < longest; r += LANES, weight += LANES) {
+            int64_t j = s * longest + r, left = smaller_of(states - j, LANES);
+            Best after = {load(from + j + 1), lane_numbers() + (whole)(j + 1)}, best = {splat(-INFINITE), {0}};
+            after.value = where(lane_numbers() < (whole)(longest - 1 - r), after.value, splat(-INFINITE));
+            best = better_of(better_of(best, after),
+                             (Best){m->sums.m[s] + load(weight), (wholes){0} + bits_of(m->sums.e[s])});
+            Indices found = __builtin_convertvector(best.from, Indices);
+            store(to + j, best.value);
+            if (left == LANES) __builtin_memcpy(before + j, &found, sizeof found);
+            else for (int64_t l = 0; l < left; l++) before[j + l] = found[l];
+        }
+}
+
 /* Adds potentials to a row, less their largest where there is a path and less `top`, the largest entry of the row
    before, which becomes that of this one. Returns whether a potential is NaN or +inf. */
 static int add_potentials(int64_t c, const operand *x, real *row, real *top) {
@@ -101,6 +127,7 @@ EXPORT int64_t EXPORTED(logchain_best)(const Exact *a) {
             real *last = row;
             read_matrix(a, &m, place, step);
             if (kind_of(a) == BANDS) best_bands(&m, row, next, before + step * width);
+            else if (kind_of(a) == DURATIONS) best_durations(&m, row, next, before + step * width);
             else best_arcs(&m, width, row, next, before + step * width);
             row = next, next = last;
             unknown |= m.has_nan | add_potentials(a->states, x_row(a, place, step), row, &top);
@@ -126,11 +153,35 @@ static int64_t drawn_from(int64_t width, Row weights, double number) {
     return drawn;
 }
 
+/* The same for durations: ends (k, 0) of all segments, and after that of the state's own the state with a step more. */
+static int64_t read_segment_sources(const Exact *a, const operand *weights, Row message, int64_t state, Row to,
+                                    int32_t *from) {
+    int64_t segments = a->terms, longest = a->states / segments, s = state / longest;
+    int logs = (int)a->logarithms, is_longest = state % longest + 1 == longest;
+    Split duration = weight_split(splat((real)weights[segments * segments + state]), logs);
+    for (int64_t done = 0; done <= segments; done += LANES) {
+        reals weight = splat(logs ? -INFINITE : 0);
+        Split own = zero_split(), factor = duration;
+        for (int64_t l = 0; l < LANES && done + l <= segments; l++) {
+            int64_t place = done + l, end = place - (place > s), stays = place == s + 1;
+            int64_t k = stays ? state + 1 : end * longest;
+            if (stays && is_longest) continue;
+            if (stays) weight[l] = logs ? 0 : 1, factor.m[l] = 1, factor.e[l] = 0;
+            else weight[l] = (real)weights[end * segments + s];
+            own.m[l] = message.m[k], own.e[l] = message.e[k], from[place] = (int32_t)k;
+        }
+        Split product = weight_split(weight, logs);
+        store_split(to, done, (Split){product.m * factor.m * own.m, product.e + factor.e + own.e});
+    }
+    return whole_vectors(segments + 1);
+}
+
 /* The weights S P of what leads into a state as a row, and from where, in rising order; returns the width. The pattern
    of bands is (2, bands): offsets, and bands by falling offsets. */
 static int64_t read_sources(const Exact *a, const operand *weights, Row message, int64_t state, Row to, int32_t *from) {
     const Graph *graph = a->pattern;
     const int64_t *offsets = a->pattern;
+    if (kind_of(a) == DURATIONS) return read_segment_sources(a, weights, message, state, to, from);
     int logs = (int)a->logarithms, bands = kind_of(a) == BANDS;
     int64_t begin = bands ? 0 : graph->first[state], count = bands ? a->terms : graph->first[state + 1] - begin;
     for (int64_t done = 0; done < count; done += LANES) {
@@ -153,7 +204,7 @@ static int64_t read_sources(const Exact *a, const operand *weights, Row message,
 /* Paths (draws, n, v) by the numbers in `weight`, likewise; -1 after ends, and where log_norm is no finite number. */
 EXPORT int64_t EXPORTED(logchain_draw)(const Exact *a) {
     Room room = {.begin = a->room};
-    int64_t width = whole_vectors(a->states), most = larger_of(width, whole_vectors(a->terms)), v = a->steps;
+    int64_t width = whole_vectors(a->states), most = larger_of(width, whole_vectors(a->terms + 1)), v = a->steps;
     Row terms = take_row(&room, most);
     int32_t *from = take(&room, most * 4);
     if (!a->room) return room.bytes;
