@@ -28,6 +28,10 @@ from .transitions import Transition
 from .transitions.dense import Dense
 
 
+# how often each entry of a dense matrix is read, at least, where it is made of a structure
+_READS = 4
+
+
 class Operands(NamedTuple):
     """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None.
 
@@ -130,6 +134,26 @@ class Operands(NamedTuple):
         x, *others = map(of, self.detached().tensors)
         lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
+
+    def cheapest(self, cost: int = 1) -> "Operands":
+        """The operands, with dense matrices in place of bands or arcs that take longer on a CPU than these.
+
+        `cost`: the relative cost of an entry of the structure in a query.
+        """
+        module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
+        if module is None:
+            return self
+        multiply_adds = cost * module.cost_of_entries(self.transition.pattern, self.transition.multiply_adds)
+        pays = multiply_adds < self.transition.states**2 or not self.matrices_fit(self.x.numel() // _READS)
+        return self if pays else self.with_matrices()
+
+    def matrices_fit(self, most: int) -> bool:
+        """Whether all matrices together have so many entries at most."""
+        return self.transition.lead.numel() * self.transition.states**2 <= most
+
+    def with_matrices(self) -> "Operands":
+        """The operands with dense matrices in place of a structure."""
+        return self._replace(transition=Dense(self.transition.to_dense(log_params=self.log_params)))
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
         """The result of a function of the exact scan in C for bands and arcs with values on a CPU; None for others."""

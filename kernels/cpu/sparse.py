@@ -25,8 +25,11 @@ _Result = TypeVar("_Result")
 # arcs in a row of a slice; a state with more has several rows
 _LONGEST_ROW = 64
 
-# the multiply-adds of a dense chain that take as long as one state of one band
-_COST = 16
+# the multiply-adds of a dense chain that take as long as one state of one band, and as one arc
+_COST, _COST_OF_ARC = 16, 20
+
+# bytes of the back-pointers of one sequence, beyond which they are recomputed from every sqrt(v)-th message
+_POINTERS = 2**26
 
 _BANDS, _ARCS = 0, 1
 
@@ -38,7 +41,7 @@ class _Arguments(ctypes.Structure):
         "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
         " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
         " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
-        " sequences *room *dense"
+        " sequences every *room *dense"
     )
 
 
@@ -53,6 +56,11 @@ class _Graph(ctypes.Structure):
 
     _fields_ = [("into", _Slices), ("out", _Slices), *fields("*first *order *source")]
     arrays: tuple[NDArray[Any], ...]
+
+
+def cost_of_entries(pattern: Any, entries: int) -> int:
+    """The multiply-adds of a dense chain that take as long as one step through so many entries of bands or arcs."""
+    return entries * (_COST_OF_ARC if isinstance(pattern, Arcs) else _COST)
 
 
 def _or_wider(function: Callable[..., _Result | None], chain: Structured, *arguments: Any) -> _Result | None:
@@ -127,7 +135,7 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
     """
     call = _Call(replace(chain, dtype=torch.float64))
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    into, out = (torch.empty(chain.x.shape, dtype=torch.float64, device="cpu") for _ in range(2))
+    into, out = (in_large_pages(torch.empty(chain.x.shape, dtype=torch.float64, device="cpu")) for _ in range(2))
     call.point(log_forward=into, log_norm=log_norm)
     inexact = call.run("exact_forward", call.spans())
     call.point(log_backward=out, log_norm=None)
@@ -170,6 +178,8 @@ def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     """The best paths int64 [*B, v], see `autograd.best_paths`, and whether sequences hold NaN or +inf."""
     call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+    every = chain.v if 4 * chain.v * chain.c <= _POINTERS else math.isqrt(chain.v)
+    call.set(every=max(1, every))
     call.point(paths=states, log_norm=log_norm)
     call.run("best", call.spans())
     return states, log_norm.isnan()

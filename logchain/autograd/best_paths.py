@@ -66,6 +66,7 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
     States are -1 past a sequence's end, and everywhere in impossible and in unknown sequences.
     """
+    operands = operands.cheapest()
     if operands.is_dense:
         return dense_best_paths(operands, None)
     best: tuple[Tensor, Tensor] | None = operands.in_c("best_paths")

@@ -30,6 +30,7 @@ Needs = tuple[bool, bool, bool]
 
 def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
+    operands = operands.cheapest()
     if operands.is_dense:
         return dense_log_norm(operands)
     if operands.x.numel() == 0:  # no values, but a graph
@@ -63,11 +64,14 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     They are gradients with respect to x and to logarithms of parameters and p0, of the dtype of the arithmetic, and
     differentiable once.
     """
+    cheapest = operands.cheapest()
+    if not needs[1]:
+        operands = cheapest
     if operands.is_dense:
         wide = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
         value, (x, bulk, p0) = dense_posteriors(wide, needs)
         return value, Gradients(x, (bulk,), p0)
-    direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
+    direct = cheapest is operands and operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
     again = differentiated(*operands.tensors)
     if direct and not again:
         walk = forward(operands, True)

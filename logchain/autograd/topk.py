@@ -16,22 +16,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..operands import Operands, check_products
 from .best_paths import best_messages, dense_best_paths, possible
 from .paths import weight_of
 from .scan import Steps
 
+# the entries of dense matrices through which paths are found faster on a CPU than by the search
+_ENTRIES = 2**22
+
 
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state; log-weights [*B, k], descending."""
     check_products(operands.transition)
-    states, unknown = dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
+    states, unknown = _paths(operands, k)
     states = states if operands.packed else states.movedim(-2, 0)
     scores = weight_of(operands, states).masked_fill(unknown, math.nan)
     # scores are rounded differently from the messages of the search, and may be in another order
     order = scores.detach().argsort(stable=True, dim=0, descending=True)
     ranks = order.repeat_interleave(operands.packed.lengths, -1) if operands.packed else order[..., None]
     return states.gather(0, ranks.expand_as(states)), scores.gather(0, order).movedim(0, -1)
+
+
+def _paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
+    """The k best paths [*B, k, v] or [k, total], and whether sequences are unknown [*B]."""
+    if not operands.is_dense and kernels.in_c(operands.x) and operands.matrices_fit(_ENTRIES):
+        operands = operands.with_matrices()
+    return dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
 
 
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .semiring import LINEAR, Semiring
-from .transition import Transition, check_parameter, look_up
+from .transition import Transition, check_parameter, look_up, with_entries
 
 
 class Banded(Transition):
@@ -67,6 +67,12 @@ class Banded(Transition):
         values = torch.where(inside, self.values, semiring.zero)[..., None, :, :]
         shifted = message[..., sources]  # [*lead, rows, bands, c]
         return semiring.sum(semiring.times(torch.where(inside, shifted, semiring.zero), values), -2)
+
+    def _dense(self, semiring: Semiring) -> Tensor:
+        sources, inside = self._sources()
+        places = sources * self.states + torch.arange(self.states, device=self.device)
+        places = places.masked_fill(~inside, self.states**2)
+        return with_entries(self.values.flatten(-2), places.flatten(), self.states, semiring.zero)
 
     def _sources(self) -> tuple[Tensor, Tensor]:
         """The state that each value leads from (bands, c), or any other, and whether it exists."""

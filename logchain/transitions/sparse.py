@@ -9,7 +9,7 @@ from torch import Tensor
 from ..arguments import check_has_values, check_integers, has_values
 from ..kernels.structured import Arcs
 from .semiring import LINEAR, Semiring
-from .transition import Transition, check_parameter, look_up
+from .transition import Transition, check_parameter, look_up, with_entries
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,10 @@ class Sparse(Transition):
         source, target = self.indices
         terms = semiring.times(message[..., source], self.values[..., None, :])
         return semiring.sum_at(terms, target, self.states)
+
+    def _dense(self, semiring: Semiring) -> Tensor:
+        source, target = self.indices
+        return with_entries(self.values, source * self.states + target, self.states, semiring.zero)
 
     @property
     def multiply_adds(self) -> int:
