@@ -27,7 +27,6 @@ from .tensors import is_plain
 from .transitions import Transition
 from .transitions.dense import Dense
 
-
 # how often each entry of a dense matrix is read, at least, where it is made of a structure
 _READS = 4
 

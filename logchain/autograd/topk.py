@@ -1,10 +1,11 @@
 """The k best paths of a batch of chains.
 
-Those of structures are searched in order of weight, as deviations from earlier paths. With the messages m of best
-paths, the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) +
-log P_i(k, z_i) + the weight of these states. The paths that share the states of an earlier one from some step i on, but
-not the state before it, are a set for each i: the best of each set is a candidate, and the best candidate is the next
-path. A set excludes the states before step i that have been taken.
+Structures whose dense matrices are small are computed with these on a CPU. Paths of others are searched in order of
+weight, as deviations from earlier paths. With the messages m of best paths, the best path that ends with states z_i,
+z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) + log P_i(k, z_i) + the weight of these states. The paths
+that share the states of an earlier one from some step i on, but not the state before it, are a set for each i: the best
+of each set is a candidate, and the best candidate is the next path. A set excludes the states before step i that have
+been taken.
 
 Source: E. L. Lawler, "A procedure for computing the K best solutions to discrete optimization problems", Management
 Science 18 (1972), for the partition into sets.
@@ -23,7 +24,7 @@ from .paths import weight_of
 from .scan import Steps
 
 # the entries of dense matrices through which paths are found faster on a CPU than by the search
-_ENTRIES = 2**22
+_ENTRIES = 2**21
 
 
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:

@@ -250,8 +250,8 @@ def with_entries(values: Tensor, places: Tensor, states: int, zero: float) -> Te
 
     Values at place c^2 are left out.
     """
-    flat = values.new_full((*values.shape[:-1], states**2 + 1), zero)
-    return flat.index_copy(-1, places, values)[..., :-1].unflatten(-1, (states, states))
+    flat = values.new_full((*values.shape[:-1], states**2 + 1), zero).index_copy(-1, places, values)
+    return flat[..., :-1].view(*values.shape[:-1], states, states)
 
 
 def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
