@@ -27,8 +27,8 @@ from .tensors import is_plain
 from .transitions import Transition
 from .transitions.dense import Dense
 
-# how often each entry of a dense matrix is read, at least, where it is made of a structure
-_READS = 4
+# the fewest states of a structure that is computed as a dense matrix, and how often each entry is read then, at least
+_STATES, _READS = 32, 4
 
 
 class Operands(NamedTuple):
@@ -140,7 +140,7 @@ class Operands(NamedTuple):
         `cost`: the relative cost of an entry of the structure in a query.
         """
         module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
-        if module is None:
+        if module is None or self.transition.states < _STATES:
             return self
         multiply_adds = cost * module.cost_of_entries(self.transition.pattern, self.transition.multiply_adds)
         pays = multiply_adds < self.transition.states**2 or not self.matrices_fit(self.x.numel() // _READS)

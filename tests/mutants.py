@@ -171,7 +171,8 @@ MUTANTS = [
         ("equal paths pass any state", " | ((b.value == a.value) & (b.from < a.from))", ""),
         ("the last row of arcs of a state counts", "if (!(best.value[l] > to[j] ||", "if (!(to[j] == to[j] ||"),
         ("a best path has infinite potentials", "bad |= ~(a < INFINITE), high", "bad |= a != a, high"),
-        ("best paths go on after the end", "step < a->steps; step++) path[step] = -1;", "step < a->steps; step++) path[step] = 0;"),
+        ("best paths go on after the end", "step < a->steps; step++) path[step] = -1;",
+         "step < a->steps; step++) path[step] = 0;"),
     )),
     *(Mutant(name, C + "structure_paths.h", old, new, "tests/kernels/test_structure_paths.py -k checkpoints")
       for name, old, new in (

@@ -24,8 +24,9 @@ class Banded(Transition):
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or an offset is out of range or occurs twice.
 
-    Cost of a step: `bands c` multiply-adds, in numbers with an exponent for each state, so that nothing underflows. On a
-    CPU, a structure whose dense matrix takes less time (about c / 16 bands and more) is computed as that.
+    Cost of a step: `bands c` multiply-adds, in numbers with an exponent for each state, so that nothing underflows. On
+    a CPU, a structure of 32 states or more and c / 16 bands or more is computed as a dense matrix if that is small
+    compared with x: it takes less time.
 
     >>> Banded(torch.tensor([[0.9, 0.8, 1.0], [9.0, 0.1, 0.2]]), [0, 1]).to_dense()
     tensor([[0.9000, 0.1000, 0.0000],

@@ -101,8 +101,9 @@ def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, 
 @pytest.mark.parametrize(("log", "lengths"), [(False, None), (True, LENGTHS)], ids=["weights", "logarithms"])
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("kind", ["banded", "sparse"])
-def test_structure_of_many_entries_has_results_and_gradients_of_its_matrices(kind, query, log, lengths):
+def test_structure_of_many_entries_has_results_and_gradients_of_its_matrices(kind, query, log, lengths, monkeypatch):
     problem = Problem(kind, (2, 1, 1), log=log, v=60)
+    monkeypatch.setattr("logchain.operands._STATES", C)
     leaves = problem.x, problem.structure, problem.p0
     assert Chain.of(*leaves, log, lengths).operands.cheapest().is_dense
     assert_has_results_of_matrices(problem, query, lengths)
@@ -110,8 +111,8 @@ def test_structure_of_many_entries_has_results_and_gradients_of_its_matrices(kin
 
 def test_structure_of_few_entries_is_not_computed_as_a_matrix():
     structure = transitions.Banded(torch.rand(2, 200), [0, 1])
-    operands = Chain.of(torch.randn(1000, 200), structure, torch.rand(200), False).operands
-    assert operands.cheapest() is operands
+    batch = Chain.of(torch.randn(1000, 200), structure, torch.rand(200), False).operands
+    assert batch.cheapest() is batch
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
