@@ -135,11 +135,13 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
     """
     call = _Call(replace(chain, dtype=torch.float64))
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    into, out = (in_large_pages(torch.empty(chain.x.shape, dtype=torch.float64, device="cpu")) for _ in range(2))
-    call.point(log_forward=into, log_norm=log_norm)
-    inexact = call.run("exact_forward", call.spans())
-    call.point(log_backward=out, log_norm=None)
-    return None if inexact or call.run("exact_backward", call.spans()) else (into, out, log_norm)
+    wide = in_large_pages(torch.empty(chain.x.shape, dtype=torch.float64, device="cpu"))
+    call.point(log_forward=wide, log_norm=log_norm)
+    if call.run("exact_forward", call.spans()):
+        return None
+    into = wide.to(chain.dtype, copy=True)
+    call.point(log_forward=None, log_backward=wide, log_norm=None)
+    return None if call.run("exact_backward", call.spans()) else (into, wide.to(chain.dtype), log_norm)
 
 
 def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
