@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -209,7 +210,7 @@ class _Call(Pointing):
         ends = torch.full((self.n,), chain.v) if chain.ends is None else chain.ends.expand(batch).flatten()
         at = (places(one, batch) for one in (x, p0, parameter))
         table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)
-        table, self._held = table[torch.argsort(set_of, stable=True)].contiguous(), {}
+        table, self._held = table if self._sets == 1 else table[torch.argsort(set_of, stable=True)], {}
         self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one, by_log=chain.by_log)
         self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1), counts_step=self.entries)
         self.set(weights_step=parameter.stride(len(batch)), weights_inner=parameter.stride(-1))
@@ -219,8 +220,8 @@ class _Call(Pointing):
             graph = _graph(chain.pattern, chain.c, self._lanes)
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
         else:
-            offsets, terms = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"), len(chain.pattern)
-            self.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
+            terms = len(chain.pattern)
+            self.point(pattern=_bands(chain.pattern))
             self.set(kind=_BANDS, terms=terms, weights_outer=parameter.stride(-2))
             self._work = self.n * chain.v * chain.c * (terms + 4) * _COST
 
@@ -254,6 +255,13 @@ class _Call(Pointing):
         for more in sums[1:]:
             sums[0].add_(more)
         return count
+
+
+@lru_cache(maxsize=1024)
+def _bands(offsets: tuple[int, ...]) -> Tensor:
+    """The offsets of bands, and the bands by falling offsets, int64 (2, bands), to be read only."""
+    values = torch.tensor(offsets, dtype=torch.int64, device="cpu")
+    return torch.stack([values, values.argsort(descending=True)])
 
 
 def _graph(arcs: Arcs, c: int, size: int) -> _Graph:
