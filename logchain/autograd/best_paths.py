@@ -26,6 +26,7 @@ from .scan import Message, Steps, messages
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
     """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for unknown sequences."""
     check_products(operands.transition)
+    operands = operands.cheapest()
     states, unknown = best_paths(operands)
     return states, weight_of(operands, states).masked_fill(unknown, math.nan)
 
@@ -66,7 +67,6 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
 
     States are -1 past a sequence's end, and everywhere in impossible and in unknown sequences.
     """
-    operands = operands.cheapest()
     if operands.is_dense:
         return dense_best_paths(operands, None)
     best: tuple[Tensor, Tensor] | None = operands.in_c("best_paths")

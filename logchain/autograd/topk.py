@@ -1,11 +1,11 @@
 """The k best paths of a batch of chains.
 
-Structures whose dense matrices are small are computed with these on a CPU. Paths of others are searched in order of
-weight, as deviations from earlier paths. With the messages m of best paths, the best path that ends with states z_i,
-z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) + log P_i(k, z_i) + the weight of these states. The paths
-that share the states of an earlier one from some step i on, but not the state before it, are a set for each i: the best
-of each set is a candidate, and the best candidate is the next path. A set excludes the states before step i that have
-been taken.
+Bands and arcs whose dense matrices are small are computed with these on a CPU. Paths of other structures are searched
+in order of weight, as deviations from earlier paths. With the messages m of best paths, the best path that ends with
+states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) + log P_i(k, z_i) + the weight of these states.
+The paths that share the states of an earlier one from some step i on, but not the state before it, are a set for each
+i: the best of each set is a candidate, and the best candidate is the next path. A set excludes the states before step i
+that have been taken.
 
 Source: E. L. Lawler, "A procedure for computing the K best solutions to discrete optimization problems", Management
 Science 18 (1972), for the partition into sets.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import exact_kernels
 from ..operands import Operands, check_products
 from .best_paths import best_messages, dense_best_paths, possible
 from .paths import weight_of
@@ -30,20 +30,16 @@ _ENTRIES = 2**21
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state; log-weights [*B, k], descending."""
     check_products(operands.transition)
-    states, unknown = _paths(operands, k)
+    # products of factors may underflow as entries of matrices
+    if exact_kernels(operands.x, operands.transition.pattern) and operands.matrices_fit(_ENTRIES):
+        operands = operands.with_matrices()
+    states, unknown = dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
     states = states if operands.packed else states.movedim(-2, 0)
     scores = weight_of(operands, states).masked_fill(unknown, math.nan)
     # scores are rounded differently from the messages of the search, and may be in another order
     order = scores.detach().argsort(stable=True, dim=0, descending=True)
     ranks = order.repeat_interleave(operands.packed.lengths, -1) if operands.packed else order[..., None]
     return states.gather(0, ranks.expand_as(states)), scores.gather(0, order).movedim(0, -1)
-
-
-def _paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
-    """The k best paths [*B, k, v] or [k, total], and whether sequences are unknown [*B]."""
-    if not operands.is_dense and kernels.in_c(operands.x) and operands.matrices_fit(_ENTRIES):
-        operands = operands.with_matrices()
-    return dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
 
 
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
