@@ -137,11 +137,3 @@ class Gradients(NamedTuple):
     x: Tensor | None
     parameters: tuple[Tensor, ...] | None
     p0: Tensor | None
-
-
-def places(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """The place in memory of each sequence's part of a tensor [*B or ones, ...], int64 (n)."""
-    offsets = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for size, own, stride in zip(batch, tensor.shape, tensor.stride(), strict=False):
-        offsets = offsets[..., None] + torch.arange(size, device=tensor.device) * (stride if own > 1 else 0)
-    return offsets.flatten()

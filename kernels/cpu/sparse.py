@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..structured import Arcs, Gradients, Structured, Walk, places
-from .arguments import Pointing, fields, function, run, shared
+from ..structured import Arcs, Gradients, Structured, Walk
+from .arguments import Pointing, fields, function, places, run, shared
 from .library import in_large_pages
 
 _Result = TypeVar("_Result")
