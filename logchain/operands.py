@@ -134,15 +134,12 @@ class Operands(NamedTuple):
         lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
-    def cheapest(self, cost: int = 1) -> "Operands":
-        """The operands, with dense matrices in place of bands or arcs that take longer on a CPU than these.
-
-        `cost`: the relative cost of an entry of the structure in a query.
-        """
+    def cheapest(self) -> "Operands":
+        """The operands, with dense matrices in place of bands or arcs that take longer on a CPU than these."""
         module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
         if module is None or self.transition.states < _STATES:
             return self
-        multiply_adds = cost * module.cost_of_entries(self.transition.pattern, self.transition.multiply_adds)
+        multiply_adds = module.cost_of_entries(self.transition.pattern, self.transition.multiply_adds)
         pays = multiply_adds < self.transition.states**2 or not self.matrices_fit(self.x.numel() // _READS)
         return self if pays else self.with_matrices()
 

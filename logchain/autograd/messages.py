@@ -16,9 +16,6 @@ from .scan import Steps, both_messages, filtered_messages
 
 Messages = tuple[Tensor, Tensor, Tensor]
 
-# the relative cost of messages of structures, which are computed in float64
-_WIDE = 2
-
 
 def messages(operands: Operands) -> Messages:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
@@ -29,8 +26,8 @@ def messages(operands: Operands) -> Messages:
     with_gradients = differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed())
     if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):
         return _by_scan(operands)
-    if operands.lengths is None:  # dense matrices with lengths are computed in float64 too
-        operands = operands.cheapest(_WIDE)
+    if operands.lengths is None:  # dense chains with lengths are computed in float64 too
+        operands = operands.cheapest()
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
             results: Any = _in_place(operands)
