@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# the multiply-adds of a dense chain that take as long on a CPU as one state of one band, and as one arc
+COST, COST_OF_ARC = 16, 20
+
 
 class Factor(NamedTuple):
     """One factor of a product of matrices, which maps an axis of rows of states.
@@ -148,11 +151,3 @@ class Gradients(NamedTuple):
     x: Tensor | None
     parameters: tuple[Tensor, ...] | None
     p0: Tensor | None
-
-
-def places(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """The place in memory of each sequence's part of a tensor [*B or ones, ...], int64 (n)."""
-    offsets = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for size, own, stride in zip(batch, tensor.shape, tensor.stride(), strict=False):
-        offsets = offsets[..., None] + torch.arange(size, device=tensor.device) * (stride if own > 1 else 0)
-    return offsets.flatten()

@@ -67,8 +67,10 @@ def filtered(
 
 
 def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
-    if operands.is_dense and is_plain(operands.tensors) and not differentiated(*operands.tensors):
-        return _by_stream(*operands.dense)
+    if is_plain(operands.tensors) and not differentiated(*operands.tensors):
+        operands = operands.cheapest()
+        if operands.is_dense:
+            return _by_stream(*operands.dense)
     if not torch.compiler.is_compiling() and takes_forward_derivatives():
         raise NotImplementedError("filtered: expected no forward derivative, take gradients")
     return filtered_messages(operands)

@@ -24,11 +24,14 @@ from .internals import is_exported, is_transformed
 from .kernels import arithmetic_on, exact_kernels
 from .kernels.chain import Chain
 from .kernels.numbers import log_weights
-from .kernels.structured import Factors, Structured
+from .kernels.structured import COST, COST_OF_ARC, Arcs, Durations, Factors, Structured
 from .kernels.weights import Weights, check_weights, has_negative
 from .tensors import is_plain, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
+
+# the fewest states of a structure that is computed as a dense matrix, and how often each entry is read then, at least
+_STATES, _READS = 32, 4
 
 
 class Operands(NamedTuple):
@@ -129,6 +132,30 @@ class Operands(NamedTuple):
         x, *others = map(of, self.detached().tensors)
         lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
+
+    def cheapest(self) -> "Operands":
+        """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
+        if not self.has_matrices or self.transition.states < _STATES:
+            return self
+        cost = COST_OF_ARC if isinstance(self.transition.pattern, Arcs) else COST
+        if cost * self.transition.multiply_adds < self.transition.states**2:
+            return self
+        return self.with_matrices() if self.matrices_fit(self.x.numel() // _READS) else self
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether values of bands, arcs or durations on a CPU are entries of matrices, and no product underflows."""
+        pattern = self.transition.pattern
+        in_c = has_values(self.x) and exact_kernels(self.x, pattern) is not None
+        return in_c and (self.log_params or not isinstance(pattern, Durations))
+
+    def matrices_fit(self, most: int) -> bool:
+        """Whether all matrices together have so many entries at most."""
+        return self.transition.lead.numel() * self.transition.states**2 <= most
+
+    def with_matrices(self) -> "Operands":
+        """The operands with dense matrices in place of a structure."""
+        return self._replace(transition=Dense(self.transition.to_dense(log_params=self.log_params)))
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
         """The result of a function of the exact scan in C where values are on a CPU; None for structures without it."""

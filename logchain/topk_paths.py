@@ -50,7 +50,9 @@ def topk_paths(
 
     Cost: `v c^2 k` additions and a selection of the k largest of c k for each state and step, in `v` dependent steps.
     Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, if all steps share one matrix, only those of one
-    sequence a thread.
+    sequence a thread. `Banded` and `Sparse` are computed as dense matrices on a CPU if these have 2^21 entries at most;
+    of other structures `3 k` passes of torch operations through all steps are made, and messages `[*B, v, c]` are
+    float64.
 
     Source: F. K. Soong, E.-F. Huang, "A tree-trellis based fast search for finding the N best sentence hypotheses",
     ICASSP (1991); the parallel list algorithm of N. Seshadri, C.-E. W. Sundberg, IEEE Trans. Commun. 42 (1994).

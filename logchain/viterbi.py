@@ -47,7 +47,9 @@ def viterbi(
 
     Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. One long
     sequence is cut into segments for all threads of a CPU, with the same result to the last bit. Memory: the messages
-    `[*B, v, c]`; on a CPU, if all steps share one matrix, only those of 48 sequences a thread.
+    `[*B, v, c]`; on a CPU, if all steps share one matrix, only those of 48 sequences a thread. Of `Banded` and `Sparse`
+    on a CPU, `v c` integers of 4 bytes for one sequence a thread; beyond 64 MiB about `2 sqrt(v) c`, for up to twice
+    the time, with the same result to the last bit.
 
     Source: A. J. Viterbi, "Error bounds for convolutional codes", IEEE Trans. Inf. Theory 13 (1967). Definition:
     `logchain.reference.viterbi`.

@@ -171,7 +171,8 @@ MUTANTS = [
         ("equal paths pass any state", " | ((b.value == a.value) & (b.from < a.from))", ""),
         ("the last row of arcs of a state counts", "if (!(best.value[l] > to[j] ||", "if (!(to[j] == to[j] ||"),
         ("a best path has infinite potentials", "bad |= ~(a < INFINITE), high", "bad |= a != a, high"),
-        ("best paths go on after the end", "unknown || row[state] == -INFINITE ? 0 : place->steps", "a->steps"),
+        ("best paths go on after the end", "step < a->steps; step++) path[step] = -1;",
+         "step < a->steps; step++) path[step] = 0;"),
     )),
     *(Mutant(name, C + file, old, new, "tests/kernels/test_structures.py -k 'detours or sizes'")
       for name, file, old, new in (
@@ -187,6 +188,16 @@ MUTANTS = [
            "(whole)(longest - 1 - r), after.value", "(whole)LANES, after.value", BEST),
     Mutant("draws of segments ignore their durations", C + "structure_paths.h", "product.e + factor.e + own.e",
            "product.e + 0 * factor.e + own.e", "tests/kernels/test_structure_paths.py -k draws"),
+    *(Mutant(name, C + "structure_paths.h", old, new, "tests/kernels/test_structure_paths.py -k checkpoints")
+      for name, old, new in (
+        ("a block of best paths begins with the last message", "if (step < last) {", "if (step < last && 0) {"),
+        ("a block of best paths begins with any scale", "w->top = w->tops[block], ", ""),
+    )),
+    Mutant("values of bands without a source are entries of matrices", "logchain/transitions/banded.py",
+           "places.masked_fill(~inside, self.states**2)", "places",
+           "tests/transitions/test_queries.py -k many_entries"),
+    Mutant("structures are matrices however few their entries", "logchain/operands.py", "if cost * self",
+            "if -cost * self", "tests/transitions/test_queries.py -k few_entries"),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
            "where(denormal, splat(0), a)", STRUCTURES),
     *(Mutant(name, C + file, old, new, "tests/kernels/test_structure_paths.py -k messages")

@@ -211,6 +211,12 @@ def offsets(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     return make(tuple(sizes), tuple(strides))
 
 
+def places(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """The place in memory of each sequence's part of a tensor [*B or ones, ...], int64 (n); to be read only."""
+    axes = zip(batch, tensor.shape, tensor.stride(), strict=False)
+    return offsets(batch, [stride if size > 1 else 0 for _, size, stride in axes]).flatten()
+
+
 @lru_cache(maxsize=1024)
 def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     places = torch.zeros((), dtype=torch.int64, device="cpu")

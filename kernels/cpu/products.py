@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..chain import Layout
 from ..numbers import exact_sum
-from ..structured import Gradients, Structured, Walk, places
+from ..structured import Gradients, Structured, Walk
 from . import team
-from .arguments import Pointing, copies, fields, function, shared
+from .arguments import Pointing, copies, fields, function, places, shared
 from .factors import counts, entering, multiply
 from .library import in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear

@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..structured import Arcs, Durations, Gradients, Structured, Walk, places
-from .arguments import Pointing, fields, function, run, shared
+from ..structured import COST, Arcs, Durations, Gradients, Structured, Walk
+from .arguments import Pointing, fields, function, places, run, shared
 from .library import in_large_pages
 
 _Result = TypeVar("_Result")
@@ -25,8 +26,8 @@ _Result = TypeVar("_Result")
 # arcs in a row of a slice; a state with more has several rows
 _LONGEST_ROW = 64
 
-# the multiply-adds of a dense chain that take as long as one state of one band
-_COST = 16
+# bytes of the back-pointers of one sequence, beyond which they are recomputed from every sqrt(v)-th message
+_POINTERS = 2**26
 
 _BANDS, _ARCS, _DURATIONS = 0, 1, 3
 
@@ -38,7 +39,7 @@ class _Arguments(ctypes.Structure):
         "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
         " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
         " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
-        " sequences *room *dense"
+        " sequences every *room *dense"
     )
 
 
@@ -127,11 +128,13 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
     """
     call = _Call(replace(chain, dtype=torch.float64))
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    into, out = (torch.empty(chain.x.shape, dtype=torch.float64, device="cpu") for _ in range(2))
-    call.point(log_forward=into, log_norm=log_norm)
-    inexact = call.run("exact_forward", call.spans())
-    call.point(log_backward=out, log_norm=None)
-    return None if inexact or call.run("exact_backward", call.spans()) else (into, out, log_norm)
+    wide = in_large_pages(torch.empty(chain.x.shape, dtype=torch.float64, device="cpu"))
+    call.point(log_forward=wide, log_norm=log_norm)
+    if call.run("exact_forward", call.spans()):
+        return None
+    into = wide.to(chain.dtype, copy=True)
+    call.point(log_forward=None, log_backward=wide, log_norm=None)
+    return None if call.run("exact_backward", call.spans()) else (into, wide.to(chain.dtype), log_norm)
 
 
 def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
@@ -170,6 +173,8 @@ def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     """The best paths int64 [*B, v], see `autograd.best_paths`, and whether sequences hold NaN or +inf."""
     call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+    every = chain.v if 4 * chain.v * chain.c <= _POINTERS else math.isqrt(chain.v)
+    call.set(every=max(1, every))
     call.point(paths=states, log_norm=log_norm)
     call.run("best", call.spans())
     return states, log_norm.isnan()
@@ -197,7 +202,7 @@ class _Call(Pointing):
         ends = torch.full((self.n,), chain.v) if chain.ends is None else chain.ends.expand(batch).flatten()
         at = (places(one, batch) for one in (x, p0, parameter))
         table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)
-        table, self._held = table[torch.argsort(set_of, stable=True)].contiguous(), {}
+        table, self._held = table if self._sets == 1 else table[torch.argsort(set_of, stable=True)], {}
         self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one, by_log=chain.by_log)
         self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1), counts_step=self.entries)
         self.set(weights_step=parameter.stride(len(batch)), weights_inner=parameter.stride(-1))
@@ -208,12 +213,12 @@ class _Call(Pointing):
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
         elif isinstance(chain.pattern, Durations):
             self.set(kind=_DURATIONS, terms=chain.pattern.segments)
-            self._work *= _COST
+            self._work *= COST
         else:
-            offsets, terms = torch.tensor(chain.pattern, dtype=torch.int64, device="cpu"), len(chain.pattern)
-            self.point(pattern=torch.cat([offsets, offsets.argsort(descending=True)]))
+            terms = len(chain.pattern)
+            self.point(pattern=_bands(chain.pattern))
             self.set(kind=_BANDS, terms=terms, weights_outer=parameter.stride(-2))
-            self._work = self.n * chain.v * chain.c * (terms + 4) * _COST
+            self._work = self.n * chain.v * chain.c * (terms + 4) * COST
 
     def numbers(self) -> Tensor:
         """Memory for a number of each state of each variable, in whole vectors."""
@@ -245,6 +250,13 @@ class _Call(Pointing):
         for more in sums[1:]:
             sums[0].add_(more)
         return count
+
+
+@lru_cache(maxsize=1024)
+def _bands(offsets: tuple[int, ...]) -> Tensor:
+    """The offsets of bands, and the bands by falling offsets, int64 (2, bands), to be read only."""
+    values = torch.tensor(offsets, dtype=torch.int64, device="cpu")
+    return torch.stack([values, values.argsort(descending=True)])
 
 
 def _graph(arcs: Arcs, c: int, size: int) -> _Graph:

@@ -26,6 +26,7 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
 
     States are -1 after a sequence's end, and everywhere if there is no path.
     """
+    operands = operands.cheapest()
     x = operands.x
     if operands.packed:
         with kernels.arithmetic_on(x):

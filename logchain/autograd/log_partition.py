@@ -2,9 +2,10 @@
 
 The operators of `dense_operators` compute dense matrices, also inside torch.compile and torch.func. All else is a
 `Schedule` of the Function `LogPartition`, with its derivatives `Posteriors` and `Covariances`: short chains, pieces
-with checkpoints, packed sequences, and structures. On a CPU products of factors, bands, arcs and durations have kernels;
-any other structure is scanned in log space. The gradients are posterior marginals, computed by a backward pass from the
-operands and all or some of the forward messages. Second derivatives are those of torch's autograd through the scan.
+with checkpoints, packed sequences, and structures. On a CPU products of factors, bands, arcs and durations have
+kernels; any other structure is scanned in log space. The gradients are posterior marginals, computed by a backward pass
+from the operands and all or some of the forward messages. Second derivatives are those of torch's autograd through the
+scan.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ Results = tuple[Tensor | None, ...]
 
 def log_norm(operands: Operands, schedule: choose.Schedule | None = None) -> Tensor:
     """The log-partition [*B] in float64; `schedule` of dense matrices, by default that of `choose`."""
+    operands = operands.cheapest()
     differentiable = differentiated(*operands.tensors)
     if operands.is_dense and not operands.packed:
         x, bulk, p0, lengths, _ = operands.dense
@@ -78,7 +80,10 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of
     parameters and p0, of the dtype of the arithmetic, and differentiable once.
     """
-    operands = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
+    cheapest = operands.cheapest()
+    if not needs[1]:
+        operands = cheapest
+    operands, direct = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors)), operands is cheapest
     again = differentiated(*operands.tensors)
     if operands.is_dense and not operands.packed:
         x, bulk, p0, lengths, log_params = dense = operands.dense
@@ -87,7 +92,7 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
         weight = torch.ones_like(saved.log_norm) if weight is None else weight
         counts = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, True, *needs, *schedule)
         return saved.log_norm, Gradients(counts[0], (counts[1],), counts[2])
-    direct = operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
+    direct &= operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
     if direct and not again:
         walk = forward(operands, True)
         weight = torch.ones_like(walk.log_norm) if weight is None else weight

@@ -26,6 +26,8 @@ def messages(operands: Operands) -> Messages:
     with_gradients = differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed())
     if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):
         return _by_scan(operands)
+    if operands.lengths is None:  # dense chains with lengths are computed in float64 too
+        operands = operands.cheapest()
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
             results: Any = _in_c(operands)

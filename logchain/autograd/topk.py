@@ -1,10 +1,11 @@
 """The k best paths of a batch of chains.
 
-Those of structures are searched in order of weight, as deviations from earlier paths. With the messages m of best
-paths, the best path that ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) +
-log P_i(k, z_i) + the weight of these states. The paths that share the states of an earlier one from some step i on, but
-not the state before it, are a set for each i: the best of each set is a candidate, and the best candidate is the next
-path. A set excludes the states before step i that have been taken.
+Bands, arcs and durations whose dense matrices are small are computed with these on a CPU. Paths of other structures are
+searched in order of weight, as deviations from earlier paths. With the messages m of best paths, the best path that
+ends with states z_i, z_{i+1}, ... and has z_{i-1} = k has the weight m_{i-1}(k) + log P_i(k, z_i) + the weight of these
+states. The paths that share the states of an earlier one from some step i on, but not the state before it, are a set
+for each i: the best of each set is a candidate, and the best candidate is the next path. A set excludes the states
+before step i that have been taken.
 
 Source: E. L. Lawler, "A procedure for computing the K best solutions to discrete optimization problems", Management
 Science 18 (1972), for the partition into sets.
@@ -21,10 +22,15 @@ from .best_paths import best_messages, dense_best_paths, possible
 from .paths import weight_of
 from .scan import Steps
 
+# the entries of dense matrices through which paths are found faster on a CPU than by the search
+_ENTRIES = 2**21
+
 
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state; log-weights [*B, k], descending."""
     check_products(operands.transition)
+    if operands.has_matrices and operands.matrices_fit(_ENTRIES):
+        operands = operands.with_matrices()
     states, unknown = dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
     states = states if operands.packed else states.movedim(-2, 0)
     scores = weight_of(operands, states).masked_fill(unknown, math.nan)

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from .semiring import LINEAR, Semiring
-from .transition import Transition, check_parameter, look_up
+from .transition import Transition, check_parameter, look_up, with_entries
 
 
 class Banded(Transition):
     r"""A matrix with entries on a few diagonals alone: `P[j - offset, j] = values[band, j]`.
 
-    `values[band, j]` is in column j, as in `scipy.sparse.dia_array`: a positive offset leads to a higher state.
-    Values without a source state, such as the first one of offset 1, are ignored and have gradient 0.
+    The column j of `values[band, j]` is the target, the state that a transition leads into, and not the state that it
+    leads from: as in `scipy.sparse.dia_array`, a positive offset leads from state `j - offset` up to state j. Values
+    without a source state, such as the first one of offset 1, are ignored and have gradient 0.
 
     Args:
         values: weights `[*B or ones, v-1 or 1, bands, c]`, or `[bands, c]`; logarithms with `log_params`.
@@ -23,12 +24,22 @@ class Banded(Transition):
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or an offset is out of range or occurs twice.
 
-    Cost of a step: `bands c` multiply-adds, in numbers with an exponent for each state, so that nothing underflows.
+    Cost of a step: `bands c` multiply-adds, in numbers with an exponent for each state, so that nothing underflows. On
+    a CPU, a structure of 32 states or more and c / 16 bands or more is computed as a dense matrix if that is small
+    compared with x: it takes less time.
 
     >>> Banded(torch.tensor([[0.9, 0.8, 1.0], [9.0, 0.1, 0.2]]), [0, 1]).to_dense()
     tensor([[0.9000, 0.1000, 0.0000],
             [0.0000, 0.8000, 0.2000],
             [0.0000, 0.0000, 1.0000]])
+
+    State 0 is left with probability 0.1, state 1 with 0.2. Weights by the state that a transition leads from are moved
+    to its target by `roll`: 0.1, which leads from state 0 to 1, is in column 1.
+
+    >>> leave = torch.tensor([0.1, 0.2, 0.0])  # by source
+    >>> Banded(torch.stack([1 - leave, leave.roll(1)]), [0, 1]).values
+    tensor([[0.9000, 0.8000, 1.0000],
+            [0.0000, 0.1000, 0.2000]])
     """
 
     own = (2,)
@@ -67,6 +78,12 @@ class Banded(Transition):
         values = torch.where(inside, self.values, semiring.zero)[..., None, :, :]
         shifted = message[..., sources]  # [*lead, rows, bands, c]
         return semiring.sum(semiring.times(torch.where(inside, shifted, semiring.zero), values), -2)
+
+    def _dense(self, semiring: Semiring) -> Tensor:
+        sources, inside = self._sources()
+        places = sources * self.states + torch.arange(self.states, device=self.device)
+        places = places.masked_fill(~inside, self.states**2)
+        return with_entries(self.values.flatten(-2), places.flatten(), self.states, semiring.zero)
 
     def _sources(self) -> tuple[Tensor, Tensor]:
         """The state that each value leads from (bands, c), or any other, and whether it exists."""

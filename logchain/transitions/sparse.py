@@ -9,7 +9,7 @@ from torch import Tensor
 from ..arguments import check_has_values, check_integers, has_values
 from ..kernels.structured import Arcs
 from .semiring import LINEAR, Semiring
-from .transition import Transition, check_parameter, look_up
+from .transition import Transition, check_parameter, look_up, with_entries
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ class Sparse(Transition):
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, an index is out of range, or a pair occurs twice.
 
-    Cost of a step: `arcs` multiply-adds. Arcs are sorted once, when the structure is made.
+    Cost of a step: `arcs` multiply-adds. Arcs are sorted once, when the structure is made. On a CPU, a structure of 32
+    states or more and c^2 / 20 arcs or more is computed as a dense matrix if that is small compared with x: it takes
+    less time.
 
     >>> Sparse(torch.tensor([[0, 0, 1], [0, 2, 1]]), torch.tensor([0.5, 0.4, 1.0]), states=3).to_dense()
     tensor([[0.5000, 0.0000, 0.4000],
@@ -121,6 +123,10 @@ class Sparse(Transition):
         source, target = self.indices
         terms = semiring.times(message[..., source], self.values[..., None, :])
         return semiring.sum_at(terms, target, self.states)
+
+    def _dense(self, semiring: Semiring) -> Tensor:
+        source, target = self.indices
+        return with_entries(self.values, source * self.states + target, self.states, semiring.zero)
 
     @property
     def multiply_adds(self) -> int:

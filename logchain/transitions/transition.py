@@ -245,6 +245,15 @@ def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return index[..., 0], rest[..., 0].clamp(0.0, 1.0)
 
 
+def with_entries(values: Tensor, places: Tensor, states: int, zero: float) -> Tensor:
+    """Matrices `[*lead, c, c]` of values `[*lead, k]` at places int64 `[k]` of flat ones, and weight zero elsewhere.
+
+    Values at place c^2 are left out.
+    """
+    flat = values.new_full((*values.shape[:-1], states**2 + 1), zero).index_copy(-1, places, values)
+    return flat[..., :-1].view(*values.shape[:-1], states, states)
+
+
 def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
     """Check for a floating tensor of at least so many axes, the last of them not empty, on the device of `like`."""
     check_tensor(name, value, axes, like=like)

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import reference
+from logchain import reference, transitions
+from logchain.kernels.cpu import sparse
+from logchain.memory import peak_bytes
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, draw, hub
 
@@ -79,6 +81,28 @@ def test_equal_paths_pass_the_lowest_states_at_each_level(steps, dtype, level):
         wanted = reference.viterbi(*dense, log_params=True, lengths=chain.lengths.numpy())
         computed = chain.call(logchain.viterbi)
         assert not computed.score.isnan().any() and (computed.states == torch.from_numpy(wanted.states)).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("v", [1, 2, 40])
+def test_best_paths_from_checkpoints_are_the_same(v, dtype, level, monkeypatch):
+    for kind in (structures.bands(41, 3, -2, 0, 40, 1, -1), structures.random_arcs(37), KINDS["durations"]):
+        for steps in {1, max(1, v - 1)}:
+            chain, _ = with_dense(kind, v=v, steps=steps, dtype=dtype)
+            for operand in chain.operands:  # tenths, so that rounding chooses among paths
+                operand.mul_(3).round_().div_(10)
+            monkeypatch.setattr(sparse, "_POINTERS", 4 * v * kind.c)
+            whole = chain.call(logchain.viterbi)
+            monkeypatch.setattr(sparse, "_POINTERS", 0)
+            assert (whole.states >= 0).any()
+            for one, other in zip(whole, chain.call(logchain.viterbi), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_best_path_of_a_long_chain_takes_little_memory():
+    v, c = 30_000, 1000
+    x, chain = torch.randn(v + c).as_strided((v, c), (1, 1)), transitions.Banded(torch.rand(3, c), (0, 1, 2))
+    assert peak_bytes(lambda: logchain.viterbi(x, chain, torch.rand(c))) < v * c / 10
 
 
 @DTYPES

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import logchain
 from logchain import semirings, transitions
+from logchain.autograd import topk
+from logchain.chain import Chain
 from tests.subjects import OTHERS, SUBJECTS, floating
 from tests.transitions.structures import MAKE, C, numbers
 
@@ -79,9 +81,7 @@ def cells():
             yield pytest.param(kind, query, lead, log, lengths, id=f"{kind}-{query}-{list(lead)}-{log}")
 
 
-@pytest.mark.parametrize(("kind", "query", "lead", "log", "lengths"), list(cells()))
-def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, log, lengths):
-    problem = Problem(kind, lead, log=log, lengths=lengths)
+def assert_has_results_of_matrices(problem, query, lengths):
     found, expected = (
         {name: t for name, t in outputs.items() if name != "transitions"}
         for outputs in problem.both(SUBJECTS[query], lengths=lengths)
@@ -90,6 +90,39 @@ def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, 
         assert_close(one, expected[name])
     if floating(found):
         assert_same_gradients(problem, found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize(("kind", "query", "lead", "log", "lengths"), list(cells()))
+def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, log, lengths):
+    problem = Problem(kind, lead, log=log, lengths=lengths)
+    assert_has_results_of_matrices(problem, query, lengths)
+
+
+@pytest.mark.parametrize(("log", "lengths"), [(False, None), (True, LENGTHS)], ids=["weights", "logarithms"])
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("kind", ["banded", "sparse"])
+def test_structure_of_many_entries_has_results_and_gradients_of_its_matrices(kind, query, log, lengths, monkeypatch):
+    problem = Problem(kind, (2, 1, 1), log=log, v=60)
+    monkeypatch.setattr("logchain.operands._STATES", C)
+    leaves = problem.x, problem.structure, problem.p0
+    assert Chain.of(*leaves, log, lengths).operands.cheapest().is_dense
+    assert_has_results_of_matrices(problem, query, lengths)
+
+
+def test_structure_of_few_entries_is_not_computed_as_a_matrix():
+    structure = transitions.Banded(torch.rand(2, 200), [0, 1])
+    batch = Chain.of(torch.randn(1000, 200), structure, torch.rand(200), False).operands
+    assert batch.cheapest() is batch
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if not MAKE[kind](numbers(3)).sums])
+def test_search_of_ranked_paths_has_results_of_matrices(kind, lengths, monkeypatch):
+    monkeypatch.setattr(topk, "_ENTRIES", 0)
+    problem = Problem(kind, (3, V - 1), lengths=lengths)
+    found, expected = problem.both(SUBJECTS["topk_paths"], lengths=lengths)
+    for name, one in found.items():
+        assert_close(one, expected[name])
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)

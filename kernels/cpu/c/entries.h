@@ -53,6 +53,7 @@ typedef struct {
     double *grad_p0;                                 /* (n, c) or null */
     operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null: see exact_step.h */
     int64_t *paths, draws, sequences;                /* (n, v) or (draws, n, v): states, see structure_paths.h */
+    int64_t every;                                   /* steps between checkpoints, see structure_paths.h */
     char *room;                                      /* scratch; null asks for its size, see Room */
     const Chain *dense;                              /* of dense chains: layout and further arguments */
 } Exact;

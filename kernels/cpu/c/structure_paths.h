@@ -95,45 +95,80 @@ static int add_potentials(int64_t c, const operand *x, real *row, real *top) {
     return any(bad);
 }
 
-/* The path of a sequence from its last row; -1 after its end, and everywhere without a path or `unknown`. */
-static void trace(const Exact *a, const Place *place, int unknown, const real *row, const int32_t *before) {
-    int64_t *path = a->paths + place->index * a->steps, state = 0, width = whole_vectors(a->states);
-    for (int64_t j = 1; j < a->states; j++) if (row[j] > row[state]) state = j;
-    int64_t steps = unknown || row[state] == -INFINITE ? 0 : place->steps;
-    for (int64_t step = steps; step < a->steps; step++) path[step] = -1;
-    for (int64_t step = steps - 1; step >= 0; step--) {
-        path[step] = state;
-        if (step > 0) state = before[step * width + state];
+/* The pass over sequences. Of back-pointers, those of `every` steps are in memory: a block of steps that begins with a
+   checkpoint, from which all blocks but the last are computed again on the way back. */
+typedef struct {
+    const Exact *a;
+    Matrix matrix;
+    real *row, *next;         /* the message of a step, with -inf on both sides as far as sums reach, and scratch */
+    real top;                 /* the largest entry of the row, or 0 */
+    int unknown;              /* an operand is NaN or +inf */
+    int32_t *before;          /* (every, width): the states before those of the steps of a block */
+    real *checkpoints, *tops; /* (blocks, width) and (blocks): the first row of each block, and its `top` */
+} BestScan;
+
+/* The steps of the block that begins with step `first`, after that step. */
+static void best_block(BestScan *w, const Place *place, int64_t first) {
+    const Exact *a = w->a;
+    int64_t width = whole_vectors(a->states), last = smaller_of(first + a->every, place->steps - 1);
+    int32_t *before = w->before;
+    for (int64_t step = first + 1; step <= last; step++, before += width) {
+        real *row = w->row;
+        read_matrix(a, &w->matrix, place, step);
+        if (kind_of(a) == BANDS) best_bands(&w->matrix, row, w->next, before);
+        else if (kind_of(a) == DURATIONS) best_durations(&w->matrix, row, w->next, before);
+        else best_arcs(&w->matrix, width, row, w->next, before);
+        w->row = w->next, w->next = row;
+        w->unknown |= w->matrix.has_nan | add_potentials(a->states, x_row(a, place, step), w->row, &w->top);
     }
-    a->log_norm[place->index] = unknown ? __builtin_nan("") : 0;
+}
+
+static void best_forward(BestScan *w, const Place *place) {
+    const Exact *a = w->a;
+    int64_t width = whole_vectors(a->states), block = 0;
+    const operand *p0 = a->p0.data + place->p0;
+    w->top = 0, w->unknown = read_logarithms((int)a->logarithms, a->states, p0, a->p0.step, w->row);
+    w->unknown |= add_potentials(a->states, x_row(a, place, 0), w->row, &w->top);
+    for (int64_t first = 0; first < place->steps - 1; first += a->every, block++) {
+        for (int64_t j = 0; j < width; j += LANES) store(w->checkpoints + block * width + j, load(w->row + j));
+        w->tops[block] = w->top;
+        best_block(w, place, first);
+    }
+}
+
+/* The path of a sequence from its last row; -1 after its end, and everywhere without a path or where it is unknown. */
+static void best_backward(BestScan *w, const Place *place) {
+    const Exact *a = w->a;
+    int64_t *path = a->paths + place->index * a->steps, state = 0, width = whole_vectors(a->states);
+    for (int64_t j = 1; j < a->states; j++) if (w->row[j] > w->row[state]) state = j;
+    int64_t steps = w->unknown || w->row[state] == -INFINITE ? 0 : place->steps, last = steps - 1;
+    a->log_norm[place->index] = w->unknown ? __builtin_nan("") : 0;
+    for (int64_t step = steps; step < a->steps; step++) path[step] = -1;
+    if (steps > 0) path[last] = state;
+    for (int64_t block = last > 0 ? (last - 1) / a->every : -1; block >= 0; block--) {
+        int64_t first = block * a->every, step = smaller_of(first + a->every, last);
+        if (step < last) {
+            for (int64_t j = 0; j < width; j += LANES) store(w->row + j, load(w->checkpoints + block * width + j));
+            w->top = w->tops[block], best_block(w, place, first);
+        }
+        for (; step > first; step--) path[step - 1] = state = w->before[(step - first - 1) * width + state];
+    }
 }
 
 /* Paths, and NaN as log_norm where an operand is no finite weight or potential, so that no path is known. */
 EXPORT int64_t EXPORTED(logchain_best)(const Exact *a) {
     Room room = {.begin = a->room};
-    int64_t reach = reach_of(a), width = whole_vectors(a->states), bytes = (width + 2 * reach) * (int64_t)sizeof(real);
-    Matrix m = new_matrix(a, 0, &room);
-    real *rows[2] = {take(&room, bytes), take(&room, bytes)};
-    int32_t *before = take(&room, a->steps * width * 4);
+    int64_t reach = reach_of(a), width = whole_vectors(a->states), padded = width + 2 * reach;
+    int64_t blocks = (a->steps + a->every - 1) / a->every;
+    BestScan w = {.a = a, .matrix = new_matrix(a, 0, &room)};
+    real *rows = take_reals(&room, 2 * padded);
+    w.before = take(&room, a->every * width * 4);
+    w.checkpoints = take_reals(&room, blocks * width), w.tops = take_reals(&room, blocks);
     if (!a->room) return room.bytes;
-    m.as_logs = 1;
-    for (int64_t j = 0; j < width + 2 * reach; j++) rows[0][j] = rows[1][j] = -INFINITE;
-    for (const Place *place = a->places + a->first; place < a->places + a->last; place++) {
-        real *row = rows[0] + reach, *next = rows[1] + reach, top = 0;
-        const operand *p0 = a->p0.data + place->p0;
-        int unknown = read_logarithms((int)a->logarithms, a->states, p0, a->p0.step, row);
-        unknown |= add_potentials(a->states, x_row(a, place, 0), row, &top);
-        for (int64_t step = 1; step < place->steps; step++) {
-            real *last = row;
-            read_matrix(a, &m, place, step);
-            if (kind_of(a) == BANDS) best_bands(&m, row, next, before + step * width);
-            else if (kind_of(a) == DURATIONS) best_durations(&m, row, next, before + step * width);
-            else best_arcs(&m, width, row, next, before + step * width);
-            row = next, next = last;
-            unknown |= m.has_nan | add_potentials(a->states, x_row(a, place, step), row, &top);
-        }
-        trace(a, place, unknown, row, before);
-    }
+    w.matrix.as_logs = 1, w.row = rows + reach, w.next = w.row + padded;
+    for (int64_t j = 0; j < 2 * padded; j++) rows[j] = -INFINITE;
+    for (const Place *place = a->places + a->first; place < a->places + a->last; place++)
+        best_forward(&w, place), best_backward(&w, place);
     return 0;
 }
 
