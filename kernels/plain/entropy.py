@@ -30,20 +30,22 @@ _DEEPEST = -960 * math.log(2)
 
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
-    p, relative = chains[0], [_relative(chain) for chain in chains]
+    p = chains[0]
     most = max(1, _COUNTS // max(1, (p.v - 1) * p.c**2))
     if not in_c(p.x):
         indices = torch.arange(p.g * p.m, device=p.x.device).split(most)
-        parts = [_by_counts(_part(relative, index)) for index in indices]
+        parts = [_by_counts(_part(chains, index)) for index in indices]
         value, underflows = (torch.cat(part).view(p.g, p.m) for part in zip(*parts, strict=True))
         return value, underflows
+    relative = [_relative(chain) for chain in chains]
     log_norm, mean, recomputed = load("cpu.dense").means(relative)
     value, underflows = _finished(relative, log_norm, mean, recomputed)
     # a log-partition of -inf may be due to underflow where the mean is NaN
     missing, wide, together = mean.isnan().view(-1).nonzero()[:, 0], p.dtype == torch.float64, p.g == 1
     size = most if wide or not together else len(missing)
     for index in missing.split(size) if len(missing) else ():
-        exact = _by_counts(_part(relative, index)) if wide else values(_part(chains, index, together))
+        part = _part(chains, index, together and not wide)
+        exact = _by_counts(part) if wide else values(part)
         value.view(-1)[index] = exact[0].view(-1)
     return value, underflows
 
@@ -60,10 +62,10 @@ def _finished(chains: Sequence[Chain], log_norm: Tensor, mean: Tensor, recompute
 
 
 def _part(chains: Sequence[Chain], index: Tensor, together: bool = False) -> list[Chain]:
-    """The sequences of an index, in C in float64, `together` as one set, or in a set each."""
+    """The sequences of an index, in float64 but for Triton, `together` as one set, or in a set each."""
     parts, lead = [], (1, len(index)) if together else (len(index), 1)
     for chain in chains:
-        m, c, dtype = chain.m, chain.c, torch.float64 if in_c(chain.x) else chain.dtype
+        m, c, dtype = chain.m, chain.c, chain.dtype if in_triton(chain.x) else torch.float64
         if m == 1 and len(index) == chain.g:
             x, bulk, p0 = (tensor.to(dtype) for tensor in (chain.x, chain.bulk, chain.p0))
             parts.append(replace(chain, x=x, bulk=bulk, p0=p0, dtype=dtype))
@@ -95,6 +97,7 @@ def _relative(chain: Chain) -> Chain:
 
 def _by_counts(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The values (g, 1) from posteriors and expected counts, and which sequences underflow."""
+    chains = [_relative(chain) for chain in chains]
     p = chains[0]
     if len(chains) == 1 and len(p.bulk) == 1:
         p = replace(p, bulk=p.bulk.expand(p.v - 1, *p.bulk.shape[1:]))
