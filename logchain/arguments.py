@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .internals import is_fake
+from .kernels import on_gpu
 from .kernels.chain import check_ends
 from .kernels.weights import Weights
 
@@ -165,6 +166,16 @@ def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
     """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
     if has_values(lengths):
         check_ends(lengths, v, least)
+
+
+def checked_lengths(lengths: Lengths | None, x: Tensor, least: int = 1) -> Tensor | None:
+    """None, or lengths as `as_lengths` returns them, where torch does not trace: values on a CPU are checked."""
+    if lengths is None:
+        return None
+    ends = as_lengths(lengths, x, least=least)
+    if not on_gpu(ends):
+        check_lengths(ends, x.shape[-2], least)
+    return ends
 
 
 def check_flag(name: str, value: object) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_lengths, check_tensor
+from ..arguments import Lengths, check_integer, check_integers, check_tensor, checked_lengths
 from ..chain_arguments import ChainArguments
-from ..kernels import on_gpu
 from ..product import product
+from ..tensors import last_rows
 from ..transitions import LOG, Sparse
 
 # the remedy for a transducer's text
@@ -115,14 +115,8 @@ def from_arcs(
         x = wide.reshape(-1, classes).index_select(1, label)
     else:
         x = wide.gather(-1, label[:, None].expand(-1, frames, -1)).view(-1, c)
-    # frames of all sequences, concatenated
-    last = torch.arange(1, math.prod(batch) + 1, device=device) * frames - 1
-    ends = None if lengths is None else as_lengths(lengths, log_probs)
-    if ends is not None:
-        if not on_gpu(ends):
-            check_lengths(ends, frames)
-        last += ends.flatten() - frames
-    x.index_put_((last,), graph.final.to(device, x.dtype).view(-1, c), accumulate=True)
+    ends = checked_lengths(lengths, log_probs)
+    x.index_put_((last_rows(log_probs, ends),), graph.final.to(device, x.dtype).view(-1, c), accumulate=True)
     return ChainArguments(x.view(*batch, frames, c), Sparse(graph.indices, values, c), p0, True, ends)
 
 

@@ -131,14 +131,11 @@ class SemiMarkovCRF(LinearChainCRF):
         [[(0, 0, 1), (1, 1, 1)]]
         """
         chain, unmasked = self._chain(emissions, mask)
-        paths, longest = as_lists(viterbi(**chain._asdict()).states[:, None], unmasked), self.max_duration
+        assert isinstance(chain.bulk, Duration)
+        best = chain.bulk.path_segments(viterbi(**chain._asdict()).states)
         return [
-            [
-                (state // longest, step, state % longest + 1)
-                for step, state in enumerate(path)
-                if state >= 0 and (step == 0 or path[step - 1] % longest == 0)
-            ]
-            for (path,) in paths
+            [(tag, step, duration) for step, (tag, duration) in enumerate(zip(*rows, strict=True)) if duration]
+            for rows in as_lists(torch.stack([best.states, best.durations], 1), unmasked)
         ]
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -159,13 +156,12 @@ class SemiMarkovCRF(LinearChainCRF):
         """
         chain, unmasked = self._chain(emissions, mask)
         assert isinstance(chain.bulk, Duration)
-        begins = chain.bulk.marginal_segments(marginals(**chain._asdict(), transitions="full")).durations
-        return self._as_given(unmasked.spread(begins.flatten(-2), 0.0).view_as(begins))
+        posteriors = chain.bulk.marginal_segments(marginals(**chain._asdict(), transitions="full")).durations
+        return self._as_given(unmasked.spread(posteriors.flatten(-2), 0.0).view_as(posteriors))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
-        (x, transitions, start, _, lengths), unmasked = super()._chain(emissions, mask)
-        assert isinstance(transitions, Tensor)
-        structure = Duration(transitions[0], self.durations.to(x.dtype))
+        (x, _, start, _, lengths), unmasked = super()._chain(emissions, mask)
+        structure = Duration(self.transitions.to(x.dtype), self.durations.to(x.dtype))
         return structure.arguments(x, start, log_params=True, lengths=lengths), unmasked
 
     def _tags(self, states: Tensor) -> Tensor:
@@ -184,8 +180,6 @@ class SemiMarkovCRF(LinearChainCRF):
         last = torch.where(ends, steps, v).flip(1).cummin(1).values.flip(1)
         left = last - steps
         if is_readable(left) and left.numel() and (longest := int(left.max()) + 1) > self.max_duration:
-            got = f"{self.max_duration} steps, got one of {longest}"
-            raise ValueError(
-                f"tags: expected segments of at most {got}; pass a larger max_duration to the layer, or begins"
-            )
+            expected = f"segments of at most {self.max_duration} steps, got one of {longest}"
+            raise ValueError(f"tags: expected {expected}; pass a larger max_duration to the layer, or begins")
         return torch.where(left < self.max_duration, tags * self.max_duration + left, -1)

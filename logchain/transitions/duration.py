@@ -6,21 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    Lengths,
-    as_lengths,
-    batch_sizes,
-    check_flag,
-    check_integers,
-    check_lengths,
-    check_sizes,
-    check_tensor,
-)
+from ..arguments import Lengths, batch_sizes, check_flag, check_integers, check_sizes, check_tensor, checked_lengths
 from ..chain_arguments import ChainArguments
-from ..kernels import on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Durations
-from .dense import Dense
+from ..tensors import last_rows
 from .semiring import LINEAR, Semiring
 from .transition import Transition, Transposed, check_parameter, look_up
 
@@ -179,9 +169,7 @@ class Duration(Transition):
             if lengths is not None:
                 raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
-        ends = None if lengths is None else as_lengths(lengths, x)
-        if ends is not None and not on_gpu(ends):
-            check_lengths(ends, x.shape[-2])
+        ends = checked_lengths(lengths, x)
         check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
         first = self._shared_durations() if first_durations is None else first_durations
         check_tensor("first_durations", first, 2, like=x)
@@ -194,7 +182,7 @@ class Duration(Transition):
         if not right_censored:
             with torch.no_grad():  # the gradient of a potential of -inf is 0
                 going_on = potentials.view(-1, c, longest)[..., 1:]
-                going_on.index_fill_(0, _last_rows(x, ends, cu_seqlens), -math.inf)
+                going_on.index_fill_(0, last_rows(x, ends, cu_seqlens), -math.inf)
         weights = (start[..., None] + first).flatten(-2)
         return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends)
 
@@ -280,7 +268,8 @@ class Duration(Transition):
         counts = message.unflatten(-1, self.durations.shape[-2:])
         entering = semiring.matmul(counts[..., 0], self.matrix)
         entered = semiring.times(entering[..., None], self.durations[..., None, :, :])
-        return semiring.plus(entered, _shifted(counts, semiring.zero)).flatten(-2)
+        longest = torch.full_like(counts[..., :1], semiring.zero)  # no state counts down to these
+        return semiring.plus(entered, torch.cat([counts[..., 1:], longest], -1)).flatten(-2)
 
     @property
     def multiply_adds(self) -> int:
@@ -301,18 +290,6 @@ class Duration(Transition):
         shift = torch.where(source == target + 1, semiring.one, semiring.zero).to(entry.dtype)
         return torch.where(source % longest == 0, entry, shift)
 
-    def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest `message(k) + log P(k, j)` and its lowest k, of a shift and an entry; see `Transition.best`."""
-        sizes = self.durations.shape[-2:]
-        counts = message.unflatten(-1, sizes)
-        entering, state = Dense(self.matrix).best(counts[..., 0])
-        entered, source = entering[..., None] + self.durations[..., None, :, :], state[..., None] * sizes[1]
-        shifted = _shifted(counts, -math.inf)
-        following = torch.arange(1, self.states + 1, device=message.device).view(sizes)
-        shifts = (shifted > entered) | ((shifted == entered) & (following < source))
-        values, before = torch.maximum(entered, shifted), torch.where(shifts, following, source)
-        return values.flatten(-2), before.masked_fill(values == -math.inf, 0).flatten(-2)
-
 
 class _TransposedDuration(Transposed):
     """The transposed matrices of a `Duration`."""
@@ -324,17 +301,3 @@ class _TransposedDuration(Transposed):
         entries = semiring.sum(semiring.times(counts, durations[..., None, :, :]), -1)  # [*lead, rows, c]
         ended = semiring.matmul(entries, matrix.mT)
         return torch.cat([ended[..., None], counts[..., :-1]], -1).flatten(-2)
-
-
-def _last_rows(x: Tensor, ends: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The row of each sequence's last step, among all rows of x; where lengths are out of range, any row."""
-    v = x.shape[-2]
-    if cu_seqlens is not None:
-        return (cu_seqlens[1:].to(x.device, torch.int64) - 1).clamp(0, v - 1)
-    first = torch.arange(x.shape[:-2].numel(), device=x.device) * v
-    return first + (v - 1 if ends is None else (ends.flatten() - 1).clamp(0, v - 1))
-
-
-def _shifted(counts: Tensor, zero: float) -> Tensor:
-    """Weights (..., c, D) of the counting states that lead to each by a shift."""
-    return torch.cat([counts[..., 1:], torch.full_like(counts[..., :1], zero)], -1)
