@@ -37,20 +37,17 @@ def from_ctc(
         input_lengths: the number of frames of each sequence `[N]`, from 1 to T; for `[T, C]` one number.
         target_lengths: the number of labels of each sequence `[N]`, from 0 to S; for `[T, C]` one number.
         blank: the class of the states between labels.
-        star: whether the label C, which is no class, is a star: a part of the recording without transcript. It lasts
-            one frame or more, in which every class may occur, blank included: its log-weight is the `logsumexp` of all
-            classes, 0 for log-probabilities, as of torchaudio's star. No class is more probable, so that in the best
-            alignment a label next to a star lasts one frame where its frames repeat the class. `product` sums over all
-            divisions of frames between a star and its neighbors, and may exceed 0.
+        star: whether the label C, which is no class, is a star: a part without transcript, of one frame or more. Its
+            log-weight is the `logsumexp` of all classes, blank included: 0 for log-probabilities, as of torchaudio's
+            star. No class is more probable, so that in the best alignment labels next to a star last one frame where
+            they could last longer. `product` sums over all divisions of frames between a star and labels, and may be
+            above 0.
 
     Returns:
         Weights 0 and 1 in `Banded(values [N, 1, 3, 2 S + 1], (0, 1, 2))`, `x` `[N, T, 2 S + 1]` (S at least 1), -inf at
         the last frame in states where no target ends, and the lengths; for `[T, C]` all without the first axis.
         `product` is exactly -inf, with gradient 0, where a target does not fit into its frames. Its gradient is the
-        posterior of each class at each frame.
-
-        `viterbi`, `sample` and `topk_paths` give alignments: `ctc_labels` returns their labels, `align` the spans of
-        the best one, and `ctc_loss` is minus `product`.
+        posterior of each class at each frame. `ctc_labels` maps states of paths to classes.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -128,9 +125,9 @@ def ctc_loss(
 
     Returns:
         In nats, `[N]` with "none" (`[]` for `[T, C]`), otherwise `[]`; float64 if `log_probs` are, otherwise float32.
-        Gradients are those of `log_probs` themselves, minus the posterior of each class at each frame, and exactly 0
-        for a target that does not fit, never NaN. (torch's are those of logits, correct only after `log_softmax`,
-        where both agree.) They can be differentiated again.
+        Gradients are those of `log_probs`, minus the posterior of each class at each frame, and exactly 0 for a target
+        that does not fit, never NaN. They can be differentiated again. (torch's are those of logits, correct only
+        after `log_softmax`, where both agree.)
 
     Cost, source: as in `from_ctc`.
 
@@ -159,22 +156,18 @@ def ctc_labels(
 ) -> Tensor:
     r"""Returns the class of each frame, `label(z_t)`, for states z of the chain of `from_ctc`.
 
-    Args:
-        states: integers of `viterbi` `[N, T]`, of `sample` `[num_samples, N, T]` or of `topk_paths` `[N, k, T]`, all
-            without N for `log_probs` `[T, C]`; -1 where there is none.
-        targets: as in `from_ctc`.
-        target_lengths: as in `from_ctc`.
-        blank: as in `from_ctc`.
-        dim: the axis of the N sequences in `states`: -2 for `viterbi` and `sample`, 0 for `topk_paths`. By default the
-            axis before T whose size is N.
+    `states`: integers of `viterbi` `[N, T]`, of `sample` `[num_samples, N, T]` or of `topk_paths` `[N, k, T]`, all
+    without N for `log_probs` `[T, C]`; -1 where there is none. `targets`, `target_lengths` and `blank` are those of
+    `from_ctc`. `dim`: the axis of the N sequences in `states`, -2 for `viterbi` and `sample`, 0 for `topk_paths`; by
+    default the axis before T whose size is N.
 
     Returns:
-        Integers of the shape of `states`: labels, `blank`, and -1 where `states` are. Equal states in neighboring
-        frames are one label that lasts: `states[1:] != states[:-1]` marks where labels begin; see `align`.
+        Integers of the shape of `states`: labels, `blank`, and -1 where `states` are. A label begins where the state
+        changes, `states[1:] != states[:-1]`; `align` returns spans.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or no axis has size N, or several without `dim`.
+        ValueError: sizes do not go together, a length is out of range, or not exactly one axis has size N.
 
     Cost: one number read for each state.
 

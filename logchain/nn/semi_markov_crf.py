@@ -1,4 +1,4 @@
-"""The semi-Markov conditional random field: segments of a tag, whose durations have log-weights."""
+"""The semi-Markov conditional random field: segments of one tag each, whose durations have log-weights."""
 
 from typing import Literal
 
@@ -17,16 +17,16 @@ from .linear_chain_crf import LinearChainCRF, Sequences, as_lists, check_mask, r
 
 
 class SemiMarkovCRF(LinearChainCRF):
-    r"""A conditional random field whose log-weights are those of segments, of 1 to D steps with the same tag.
+    r"""A conditional random field of segments, of 1 to D steps with the same tag.
 
-    The log-weight of a segmentation into segments k = 0..K-1 of tags `z_k` and durations `d_k` is
+    The log-weight of segments k = 0..K-1 of tags `z_k` and durations `d_k` is
 
         start(z_0) + sum_k (sum_i emissions_i(z_k) + durations(z_k, d_k)) + sum_k T(z_{k-1}, z_k) + end(z_{K-1})
 
-    where i runs over the steps of segment k; its log-probability is that minus log Z, the log-sum-exp over all
-    segmentations. With D = 1 it is a `LinearChainCRF`, whose arguments, methods and treatment of masks it has; tags of
-    steps are those of their segments. `forward` also takes `begins`, and `decode_segments` and `segment_marginals` have
-    results for segments. `torch.compile` computes the chain between graphs; `torch.export` does not take it.
+    where i runs over the steps of segment k; their log-probability is that minus log Z, the log-sum-exp over all
+    segmentations. Arguments, methods and masks are those of `LinearChainCRF`, which it equals with D = 1. `forward`
+    also takes `begins`, and `decode_segments` and `segment_marginals` return segments. `torch.compile` computes the
+    chain between graphs; `torch.export` does not take it.
 
     Args:
         num_tags: number of tags, c.
@@ -93,9 +93,9 @@ class SemiMarkovCRF(LinearChainCRF):
     ) -> Tensor:
         """The log-likelihood of a segmentation; its negative is the training loss.
 
-        Arguments and result are those of `LinearChainCRF.forward`. The tags are those of steps, and a change of tag
-        begins a segment. `begins`, bool or integers of the shape of the tags, is nonzero where one begins after a
-        segment of the same tag. Masked steps take no part in durations.
+        Arguments and result are those of `LinearChainCRF.forward`. A segment begins where the tag changes, and where
+        `begins`, bool or integers of the shape of the tags, is nonzero: pass it if neighboring segments have the same
+        tag. Durations do not include masked steps.
 
         >>> crf = SemiMarkovCRF(2, 2, batch_first=True)
         >>> tags = torch.zeros(1, 3, dtype=torch.int64)
@@ -168,9 +168,9 @@ class SemiMarkovCRF(LinearChainCRF):
         return states // self.max_duration
 
     def _states(self, tags: Tensor, changes: Tensor, lengths: Tensor | None) -> Tensor:
-        """The states (n, v) that count the steps left, for tags (n, v) and whether a segment begins at steps 1...
+        """The counting states (n, v) of tags (n, v), and of whether a segment begins at each step but the first.
 
-        That of a segment with too many steps is -1, which is impossible, where values are not read.
+        Where values are not read, those of a segment with too many steps are -1, which is impossible.
         """
         n, v = tags.shape
         steps = torch.arange(v, device=tags.device)
