@@ -156,15 +156,15 @@ def as_lengths(
         name, value = given or ("x", x)
         text = f"to go with {name} {list(value.shape)}, got {list(lengths.shape)}"
         raise ValueError(f"lengths: expected shape {prefixes} {text}")
-    if on_host and not torch.compiler.is_compiling():
-        check_lengths(lengths, v, least)
+    if on_host and not torch.compiler.is_compiling() and has_values(lengths):
+        check_ends(lengths, v, least)
     lengths = lengths.to(device, torch.int64)
     return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
 def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
-    """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
-    if has_values(lengths):
+    """Check that lengths lie from 1 to v, or 0 to k in a piece; not on a GPU, which would wait, nor without values."""
+    if has_values(lengths) and not on_gpu(lengths):
         check_ends(lengths, v, least)
 
 
@@ -173,8 +173,7 @@ def checked_lengths(lengths: Lengths | None, x: Tensor, least: int = 1) -> Tenso
     if lengths is None:
         return None
     ends = as_lengths(lengths, x, least=least)
-    if not on_gpu(ends):
-        check_lengths(ends, x.shape[-2], least)
+    check_lengths(ends, x.shape[-2], least)
     return ends
 
 
