@@ -1,25 +1,22 @@
 """The chain of connectionist temporal classification (CTC): targets without times, aligned to frames."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice, check_flag, check_integer, check_integers, check_tensor, tensor_of
+from ..arguments import Lengths, check_choice, check_flag, check_integer, check_integers, check_tensor, tensor_of
 from ..chain_arguments import ChainArguments
 from ..kernels import on_gpu
 from ..product import product
 from ..transitions import LOG, Banded
 
-Counts = Tensor | int | Sequence[int]
-
 
 def from_ctc(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Counts,
-    target_lengths: Counts,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
     blank: int = 0,
     *,
     star: bool = False,
@@ -59,14 +56,11 @@ def from_ctc(
     Source: A. Graves et al., "Connectionist temporal classification", ICML 2006; star: V. Pratap et al., "Star temporal
     classification", NeurIPS 2022.
 
-    >>> from logchain import product, viterbi
+    >>> from logchain import product
     >>> log_probs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.6, 0.1, 0.3]]).log()  # three frames
     >>> arguments = from_ctc(log_probs, torch.tensor([1, 2]), 3, 2)
     >>> product(**arguments._asdict())
     tensor(-1.4524)
-    >>> states = viterbi(**arguments._asdict()).states
-    >>> states, ctc_labels(states, torch.tensor([1, 2]), 2)
-    (tensor([0, 1, 3]), tensor([0, 1, 2]))
     """
     check_tensor("log_probs", log_probs, 2)
     if log_probs.dim() > 3 or 0 in log_probs.shape:
@@ -109,8 +103,8 @@ def from_ctc(
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Counts,
-    target_lengths: Counts,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -152,7 +146,7 @@ def ctc_loss(
 
 
 def ctc_labels(
-    states: Tensor, targets: Tensor, target_lengths: Counts, blank: int = 0, *, dim: int | None = None
+    states: Tensor, targets: Tensor, target_lengths: Lengths, blank: int = 0, *, dim: int | None = None
 ) -> Tensor:
     r"""Returns the class of each frame, `label(z_t)`, for states z of the chain of `from_ctc`.
 
@@ -196,7 +190,7 @@ def _classes(labels: Tensor, blank: int) -> Tensor:
     return classes
 
 
-def padded_labels(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[Tensor, Tensor]:
+def padded_labels(targets: Tensor, target_lengths: Lengths, blank: int) -> tuple[Tensor, Tensor]:
     """Labels int64 (N, S), S at least 1, blank past a target's end; and the numbers of labels int64 (N)."""
     check_integers("targets", targets)
     if targets.dim() not in (1, 2):
@@ -214,7 +208,7 @@ def padded_labels(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[
     return rows.masked_fill(torch.arange(rows.shape[1], device=rows.device) >= counts[:, None], blank), counts
 
 
-def _counts(name: str, value: Counts, least: int, most: int) -> Tensor:
+def _counts(name: str, value: Lengths, least: int, most: int) -> Tensor:
     """Numbers from `least` to `most` as int64 (N); they are not checked on a GPU."""
     value = tensor_of(value, name)
     check_integers(name, value)

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import Lengths
 from ..marginals import marginals
 from ..viterbi import viterbi
-from .ctc import Counts, from_ctc, padded_labels
+from .ctc import from_ctc, padded_labels
 
 
 class Spans(NamedTuple):
@@ -24,8 +25,8 @@ class Spans(NamedTuple):
 def align(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Counts,
-    target_lengths: Counts,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
     blank: int = 0,
     *,
     star: bool = False,

@@ -154,7 +154,6 @@ class Duration(Transition):
         tensor(0.7500)
         """
         check_tensor("x", x, 2)
-        check_tensor("p0", p0, 1, like=x)
         check_flag("log_params", log_params)
         check_flag("right_censored", right_censored)
         c, longest = self.durations.shape[-2:]
@@ -167,10 +166,10 @@ class Duration(Transition):
                 raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
         ends = checked_lengths(lengths, x)
-        check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
         first = self._shared_durations() if first_durations is None else first_durations
-        check_tensor("first_durations", first, 2, like=x)
-        check_sizes("first_durations", first, (*batch_sizes(batch, first.dim() - 2), (c,), (longest,)), x)
+        for name, value, sizes in (("p0", p0, [(c,)]), ("first_durations", first, [(c,), (longest,)])):
+            check_tensor(name, value, len(sizes), like=x)
+            check_sizes(name, value, (*batch_sizes(batch, value.dim() - len(sizes)), *sizes), x)
         start, first, *parameters = (
             log_weights(weights, log_params, torch.promote_types(weights.dtype, torch.float32))
             for weights in (p0, first, *self.parameters)
