@@ -249,7 +249,8 @@ class Duration(Transition):
         expected = (*lead, steps - (cu_seqlens is None))
         if not isinstance(counts, Duration) or counts.lead != expected:
             got = "none" if counts is None else repr(counts)
-            raise ValueError(f'marginals: expected those of transitions="full", got transitions {got}')
+            remedy = "pass cu_seqlens too where sequences are packed"
+            raise ValueError(f'marginals: expected those of transitions="full", got transitions {got}; {remedy}')
         posteriors, durations = states.unflatten(-1, self.durations.shape[-2:]), counts.durations
         if cu_seqlens is None:
             durations = torch.cat([posteriors[..., :1, :, :], durations], -3)

@@ -411,12 +411,10 @@ WRONG = {
     "right_censored: expected True or False, got 1": lambda: shared.arguments(x, p0, right_censored=1),
     "log_params: expected True or False, got 'log'": lambda: shared.arguments(x, p0, log_params="log"),
     "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),
-    'marginals: expected those of transitions="full", got transitions none': lambda: shared.marginal_segments(
-        logchain.marginals(*counting)
-    ),
-    'marginals: expected those of transitions="full", got transitions Duration([2, 2], [2, 3])': lambda: (
-        shared.marginal_segments(logchain.marginals(*counting, transitions="sum"))
-    ),
+    'marginals: expected those of transitions="full", got transitions none; pass cu_seqlens too where sequences are '
+    "packed": lambda: shared.marginal_segments(logchain.marginals(*counting)),
+    'marginals: expected those of transitions="full", got transitions Duration([2, 2], [2, 3]); pass cu_seqlens too '
+    "where sequences are packed": lambda: shared.marginal_segments(logchain.marginals(*counting, transitions="sum")),
 }
 
 
