@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .internals import is_fake
+from .kernels import on_gpu
 from .kernels.chain import check_ends
 from .kernels.weights import Weights
 
@@ -155,16 +156,25 @@ def as_lengths(
         name, value = given or ("x", x)
         text = f"to go with {name} {list(value.shape)}, got {list(lengths.shape)}"
         raise ValueError(f"lengths: expected shape {prefixes} {text}")
-    if on_host and not torch.compiler.is_compiling():
-        check_lengths(lengths, v, least)
+    if on_host and not torch.compiler.is_compiling() and has_values(lengths):
+        check_ends(lengths, v, least)
     lengths = lengths.to(device, torch.int64)
     return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
 def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
-    """Check that lengths lie from 1 to v, or 0 to k in a piece, which waits for a GPU; not those without values."""
-    if has_values(lengths):
+    """Check that lengths lie from 1 to v, or 0 to k in a piece; not on a GPU, which would wait, nor without values."""
+    if has_values(lengths) and not on_gpu(lengths):
         check_ends(lengths, v, least)
+
+
+def checked_lengths(lengths: Lengths | None, x: Tensor, least: int = 1) -> Tensor | None:
+    """None, or lengths as `as_lengths` returns them, where torch does not trace: values on a CPU are checked."""
+    if lengths is None:
+        return None
+    ends = as_lengths(lengths, x, least=least)
+    check_lengths(ends, x.shape[-2], least)
+    return ends
 
 
 def check_flag(name: str, value: object) -> None:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
 from .arguments import Lengths, check_lengths
 from .autograd.messages import filtered as filtered_messages
 from .chain import Chain
@@ -79,8 +78,7 @@ def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
 def _by_stream(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:
     """The results of a chain as pieces of a stream, without gradients; ends int64 [*B]."""
     if ends is not None:
-        if not kernels.on_gpu(ends):
-            check_lengths(ends, x.shape[-2])
+        check_lengths(ends, x.shape[-2])
         # in a stream 0 is a length too; one that is negative makes its sequence NaN
         ends = ends.masked_fill(ends < 1, -1)
     steps, c, stream = bulk.shape[-3], x.shape[-1], Stream(None, p0, log_params=log_params)

@@ -227,7 +227,7 @@ def check_operands(
     check_flag("log_params", log_params)
     ends = None if lengths is None else as_lengths(lengths, x, p0.device)
     # those of dense chains are checked by operators, since values cannot be read where torch traces or maps a call
-    if structure and ends is not None and not kernels.on_gpu(ends):
+    if structure and ends is not None:
         check_lengths(ends, x.shape[-2])
     if structure or not is_plain((x, p0, *transition.parameters)):  # as rules for vmap and structures need them
         pairs = zip(transition.parameters, transition.own_axes, strict=True)
@@ -288,7 +288,7 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
 
 
 def _checked(values: Tensor, size: int, name: str) -> Tensor:
-    if not kernels.on_gpu(values) and name == "lengths":
+    if name == "lengths":
         check_lengths(values, size)
     elif not kernels.on_gpu(values) and values.numel():
         low, high = (int(bound) for bound in torch.aminmax(values))

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, as_lengths, check_flag, check_float_dtype, check_integer, check_lengths, check_tensor
+from .arguments import Lengths, check_flag, check_float_dtype, check_integer, check_tensor, checked_lengths
 from .autograd.scan import Message
-from .kernels import on_gpu
 from .kernels.numbers import probabilities
 from .rescues import report_chains
 from .streams.filter import filtered, passed, smoothed
@@ -150,9 +149,7 @@ class Stream:
             return update
         batch = None if self._state is None else self._state.fresh.shape
         name, transition = checked_transition(x_piece, bulk_piece, self._bulk, self._p0, batch, self._viterbi)
-        ends = None if lengths is None else as_lengths(lengths, x_piece, least=0)
-        if ends is not None and not on_gpu(ends):
-            check_lengths(ends, x_piece.shape[-2], least=0)
+        ends = checked_lengths(lengths, x_piece, least=0)
         state = self._state or State.before(x_piece, self._viterbi)
         piece = state.piece(x_piece, name, transition, self._p0, ends, self._log_params)
         if self._validate:

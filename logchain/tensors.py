@@ -56,6 +56,15 @@ def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | 
     return longest > into
 
 
+def last_rows(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The row of each sequence's last step, among all rows of x [*B, v, c]; any row where lengths are out of range."""
+    v = x.shape[-2]
+    if cu_seqlens is not None:
+        return (cu_seqlens[1:].to(x.device, torch.int64) - 1).clamp(0, v - 1)
+    first = torch.arange(x.shape[:-2].numel(), device=x.device) * v
+    return first + (v - 1 if lengths is None else (lengths.flatten() - 1).clamp(0, v - 1))
+
+
 def is_readable(*tensors: Tensor) -> bool:
     """Whether values can be read: tensors are neither on a GPU or the meta device, nor traced or mapped."""
     return is_plain(tensors) and not any(on_gpu(tensor) or tensor.is_meta for tensor in tensors)

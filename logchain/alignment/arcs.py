@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..arguments import Lengths, as_lengths, check_integer, check_integers, check_lengths, check_tensor
+from ..arguments import Lengths, check_integer, check_integers, check_tensor, checked_lengths
 from ..chain_arguments import ChainArguments
-from ..kernels import on_gpu
 from ..product import product
+from ..tensors import last_rows
 from ..transitions import LOG, Sparse
 
 # the remedy for a transducer's text
@@ -56,26 +56,25 @@ def from_arcs(
 ) -> ChainArguments:
     r"""Returns the chain of an acceptor: `log sum_a exp(final(a) + sum_t (scores[a_t] + log_probs[t, label(a_t)]))`.
 
-    The sum is over all paths a of arcs from the state `start` to a final one, with one arc for each frame. Arcs have
-    labels, and states of a chain have potentials: a state of the chain is a pair of an arc's destination and its label,
-    in rising order. `arcs[:, 1:][arcs[:, 2] >= 0].unique(dim=0)[states]` are the pairs of a path of `viterbi`.
+    The sum is over all paths a of arcs from the state `start` to a final one, with one arc for each frame. The states
+    of the chain are the pairs of an arc's destination and label, in rising order: those of a path of `viterbi` are
+    `arcs[:, 1:][arcs[:, 2] >= 0].unique(dim=0)[states]`.
 
     Args:
         log_probs: log-probabilities of labels `[*B, T, C]` in nats, batch first as in k2's `DenseFsaVec`.
-        arcs: integers `[arcs, 3]`: the state that an arc leads from, the one that it leads to, and its label from 0 to
-            C - 1, in any order. Without `final`, arcs with label -1 lead to the final state, with no frame, as in k2.
-            There label 0 is a class like others, often that of blanks. All sequences share the graph; a list of N
-            acceptors, without `scores`, `final` and `start`, has a graph for each sequence of `log_probs` `[N, T, C]`.
+        arcs: integers `[arcs, 3]`, in any order: source, destination, and label from 0 to C - 1, of which 0 is a class
+            like the others. Without `final`, arcs with label -1 lead to the final state and take no frame, as in k2.
+            All sequences share the graph. Or a list of N acceptors, without `scores`, `final` and `start`: a graph for
+            each sequence of `log_probs` `[N, T, C]`.
         scores: log-weights `[arcs]` in nats, differentiable.
         final: log-weights of ending in each state `[states]`, -inf where no path may end.
         start: the state in which paths begin.
         lengths: the number of frames of each sequence, as in `logchain.product`.
 
     Returns:
-        Logarithms in `Sparse`, with `x` `[*B, T, c]`, final weights added at the last frame. `product` is k2's
+        Logarithms in `Sparse`, and `x` `[*B, T, c]`, with final weights added at the last frame. `product` is k2's
         `get_tot_scores(log_semiring=True)` of `intersect_dense`, and -inf where the graph has no path of this length.
-        Gradients of `scores` are expected numbers of uses. Arcs that have both states and their label in common are
-        added up to one.
+        Gradients of `scores` are expected numbers of uses. Arcs with the same states and label become one.
 
     With k2: `from_arcs(log_probs, fsa.arcs.values()[:, :3], fsa.scores)`. With OpenFst, whose weights are negative
     logarithms: `from_arcs(log_probs, *openfst_arcs(text))`.
@@ -84,10 +83,9 @@ def from_arcs(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a state or a label is out of range, or no arc has a label; arcs are named.
 
-    Cost: a transition for each arc and each label that enters the state it leads from: as many as arcs where each state
-    is entered by one label. Arcs are sorted in each call. With several acceptors c is that of the largest, and each
-    sequence takes the transitions of all together, of which those that several have are counted once: little
-    more than its own for graphs of one shape, N times as many for graphs without common transitions.
+    Cost: a transition for each arc and each label that enters its source: as many as arcs where each state is entered
+    by one label. Arcs are sorted in each call. With several acceptors c is that of the largest, and each sequence takes
+    the union of all transitions: N times as many where graphs have none in common.
 
     Source: M. Mohri, F. Pereira and M. Riley, "Weighted finite-state transducers in speech recognition", 2002.
 
@@ -115,14 +113,8 @@ def from_arcs(
         x = wide.reshape(-1, classes).index_select(1, label)
     else:
         x = wide.gather(-1, label[:, None].expand(-1, frames, -1)).view(-1, c)
-    # frames of all sequences, concatenated
-    last = torch.arange(1, math.prod(batch) + 1, device=device) * frames - 1
-    ends = None if lengths is None else as_lengths(lengths, log_probs)
-    if ends is not None:
-        if not on_gpu(ends):
-            check_lengths(ends, frames)
-        last += ends.flatten() - frames
-    x.index_put_((last,), graph.final.to(device, x.dtype).view(-1, c), accumulate=True)
+    ends = checked_lengths(lengths, log_probs)
+    x.index_put_((last_rows(log_probs, ends),), graph.final.to(device, x.dtype).view(-1, c), accumulate=True)
     return ChainArguments(x.view(*batch, frames, c), Sparse(graph.indices, values, c), p0, True, ends)
 
 
@@ -130,9 +122,8 @@ def lattice_total(arcs: Tensor, scores: Tensor, final: Tensor | None = None, sta
     r"""Returns `log sum_a exp(final(a) + sum_i scores[a_i])` over all paths a of a graph without cycles, of any length.
 
     `arcs` `[arcs, 3]`, `scores` `[arcs]` in nats, `final` `[states]`, `start` and the errors are those of `from_arcs`.
-    There are no frames, and labels are not read, except -1 without `final`: this is k2's
-    `get_tot_scores(log_semiring=True)` of a lattice, and minus OpenFst's `fstshortestdistance --reverse` in the log
-    semiring.
+    Labels are not read, except -1 without `final`. This is k2's `get_tot_scores(log_semiring=True)` of a lattice, and
+    minus OpenFst's `fstshortestdistance --reverse` in the log semiring.
 
     Returns:
         `[]` in nats, float64 if `scores` are and otherwise float32; exactly -inf where no path ends. Gradients of
@@ -160,15 +151,15 @@ def openfst_arcs(text: str) -> Acceptor:
 
     Args:
         text: lines `source destination label [cost]` and `state [cost]`, as of `fstprint --acceptor`, labels as
-            numbers. The first line begins with the first state; a missing cost is 0. If every arc has a fourth field
-            of digits alone, these are taken for output labels: write a cost as 7.0.
+            numbers. The first line begins with the first state; a missing cost is 0. A fourth field of digits alone
+            in every arc is taken for an output label: write a cost of 7 as 7.0.
 
     Returns:
         The arguments of `from_arcs` after its first, of torch's default dtype.
 
     Raises:
-        ValueError: a line is another, arcs have output labels, or a label is 0: epsilon, which takes no frame, and is
-            removed by `fstrmepsilon`.
+        ValueError: a line has another form, arcs have output labels, or a label is 0: an epsilon, which takes no
+            frame; `fstrmepsilon` removes these.
 
     Cost: that of reading.
 

@@ -1,25 +1,22 @@
 """The chain of connectionist temporal classification (CTC): targets without times, aligned to frames."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice, check_flag, check_integer, check_integers, check_tensor, tensor_of
+from ..arguments import Lengths, check_choice, check_flag, check_integer, check_integers, check_tensor, tensor_of
 from ..chain_arguments import ChainArguments
 from ..kernels import on_gpu
 from ..product import product
 from ..transitions import LOG, Banded
 
-Counts = Tensor | int | Sequence[int]
-
 
 def from_ctc(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Counts,
-    target_lengths: Counts,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
     blank: int = 0,
     *,
     star: bool = False,
@@ -37,20 +34,17 @@ def from_ctc(
         input_lengths: the number of frames of each sequence `[N]`, from 1 to T; for `[T, C]` one number.
         target_lengths: the number of labels of each sequence `[N]`, from 0 to S; for `[T, C]` one number.
         blank: the class of the states between labels.
-        star: whether the label C, which is no class, is a star: a part of the recording without transcript. It lasts
-            one frame or more, in which every class may occur, blank included: its log-weight is the `logsumexp` of all
-            classes, 0 for log-probabilities, as of torchaudio's star. No class is more probable, so that in the best
-            alignment a label next to a star lasts one frame where its frames repeat the class. `product` sums over all
-            divisions of frames between a star and its neighbors, and may exceed 0.
+        star: whether the label C, which is no class, is a star: a part without transcript, of one frame or more. Its
+            log-weight is the `logsumexp` of all classes, blank included: 0 for log-probabilities, as of torchaudio's
+            star. No class is more probable, so that in the best alignment labels next to a star last one frame where
+            they could last longer. `product` sums over all divisions of frames between a star and labels, and may be
+            above 0.
 
     Returns:
         Weights 0 and 1 in `Banded(values [N, 1, 3, 2 S + 1], (0, 1, 2))`, `x` `[N, T, 2 S + 1]` (S at least 1), -inf at
         the last frame in states where no target ends, and the lengths; for `[T, C]` all without the first axis.
         `product` is exactly -inf, with gradient 0, where a target does not fit into its frames. Its gradient is the
-        posterior of each class at each frame.
-
-        `viterbi`, `sample` and `topk_paths` give alignments: `ctc_labels` returns their labels, `align` the spans of
-        the best one, and `ctc_loss` is minus `product`.
+        posterior of each class at each frame. `ctc_labels` maps states of paths to classes.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -62,14 +56,11 @@ def from_ctc(
     Source: A. Graves et al., "Connectionist temporal classification", ICML 2006; star: V. Pratap et al., "Star temporal
     classification", NeurIPS 2022.
 
-    >>> from logchain import product, viterbi
+    >>> from logchain import product
     >>> log_probs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.6, 0.1, 0.3]]).log()  # three frames
     >>> arguments = from_ctc(log_probs, torch.tensor([1, 2]), 3, 2)
     >>> product(**arguments._asdict())
     tensor(-1.4524)
-    >>> states = viterbi(**arguments._asdict()).states
-    >>> states, ctc_labels(states, torch.tensor([1, 2]), 2)
-    (tensor([0, 1, 3]), tensor([0, 1, 2]))
     """
     check_tensor("log_probs", log_probs, 2)
     if log_probs.dim() > 3 or 0 in log_probs.shape:
@@ -112,8 +103,8 @@ def from_ctc(
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Counts,
-    target_lengths: Counts,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -128,9 +119,9 @@ def ctc_loss(
 
     Returns:
         In nats, `[N]` with "none" (`[]` for `[T, C]`), otherwise `[]`; float64 if `log_probs` are, otherwise float32.
-        Gradients are those of `log_probs` themselves, minus the posterior of each class at each frame, and exactly 0
-        for a target that does not fit, never NaN. (torch's are those of logits, correct only after `log_softmax`,
-        where both agree.) They can be differentiated again.
+        Gradients are those of `log_probs`, minus the posterior of each class at each frame, and exactly 0 for a target
+        that does not fit, never NaN. They can be differentiated again. (torch's are those of logits, correct only
+        after `log_softmax`, where both agree.)
 
     Cost, source: as in `from_ctc`.
 
@@ -155,26 +146,22 @@ def ctc_loss(
 
 
 def ctc_labels(
-    states: Tensor, targets: Tensor, target_lengths: Counts, blank: int = 0, *, dim: int | None = None
+    states: Tensor, targets: Tensor, target_lengths: Lengths, blank: int = 0, *, dim: int | None = None
 ) -> Tensor:
     r"""Returns the class of each frame, `label(z_t)`, for states z of the chain of `from_ctc`.
 
-    Args:
-        states: integers of `viterbi` `[N, T]`, of `sample` `[num_samples, N, T]` or of `topk_paths` `[N, k, T]`, all
-            without N for `log_probs` `[T, C]`; -1 where there is none.
-        targets: as in `from_ctc`.
-        target_lengths: as in `from_ctc`.
-        blank: as in `from_ctc`.
-        dim: the axis of the N sequences in `states`: -2 for `viterbi` and `sample`, 0 for `topk_paths`. By default the
-            axis before T whose size is N.
+    `states`: integers of `viterbi` `[N, T]`, of `sample` `[num_samples, N, T]` or of `topk_paths` `[N, k, T]`, all
+    without N for `log_probs` `[T, C]`; -1 where there is none. `targets`, `target_lengths` and `blank` are those of
+    `from_ctc`. `dim`: the axis of the N sequences in `states`, -2 for `viterbi` and `sample`, 0 for `topk_paths`; by
+    default the axis before T whose size is N.
 
     Returns:
-        Integers of the shape of `states`: labels, `blank`, and -1 where `states` are. Equal states in neighboring
-        frames are one label that lasts: `states[1:] != states[:-1]` marks where labels begin; see `align`.
+        Integers of the shape of `states`: labels, `blank`, and -1 where `states` are. A label begins where the state
+        changes, `states[1:] != states[:-1]`; `align` returns spans.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or no axis has size N, or several without `dim`.
+        ValueError: sizes do not go together, a length is out of range, or not exactly one axis has size N.
 
     Cost: one number read for each state.
 
@@ -203,7 +190,7 @@ def _classes(labels: Tensor, blank: int) -> Tensor:
     return classes
 
 
-def padded_labels(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[Tensor, Tensor]:
+def padded_labels(targets: Tensor, target_lengths: Lengths, blank: int) -> tuple[Tensor, Tensor]:
     """Labels int64 (N, S), S at least 1, blank past a target's end; and the numbers of labels int64 (N)."""
     check_integers("targets", targets)
     if targets.dim() not in (1, 2):
@@ -221,7 +208,7 @@ def padded_labels(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[
     return rows.masked_fill(torch.arange(rows.shape[1], device=rows.device) >= counts[:, None], blank), counts
 
 
-def _counts(name: str, value: Counts, least: int, most: int) -> Tensor:
+def _counts(name: str, value: Lengths, least: int, most: int) -> Tensor:
     """Numbers from `least` to `most` as int64 (N); they are not checked on a GPU."""
     value = tensor_of(value, name)
     check_integers(name, value)

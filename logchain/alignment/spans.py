@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import Lengths
 from ..marginals import marginals
 from ..viterbi import viterbi
-from .ctc import Counts, from_ctc, padded_labels
+from .ctc import from_ctc, padded_labels
 
 
 class Spans(NamedTuple):
-    """The labels of targets and their frames: `align` describes the fields, tensors `[N, S]`, `[S]` for `[T, C]`."""
+    """The labels of targets and their frames, tensors `[N, S]`, or `[S]` for `[T, C]`: see `align`."""
 
     label: Tensor
     start: Tensor
@@ -24,8 +25,8 @@ class Spans(NamedTuple):
 def align(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Counts,
-    target_lengths: Counts,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
     blank: int = 0,
     *,
     star: bool = False,
@@ -42,12 +43,11 @@ def align(
         - `label`: int64, those of the targets, and -1 past a target's end.
         - `start`, `end`: int64, the first frame and one more than the last, as in torchaudio's `TokenSpan`; -1 past a
           target's end and where no alignment is possible, as where a target does not fit into its frames.
-        - `log_prob`: the sum of `log_probs[t, label]` over these frames, in nats; -inf where no alignment is possible,
-          NaN for a sequence that holds NaN, 0 past a target's end. `TokenSpan.score` of log-probabilities is
-          `log_prob / (end - start)`.
-        - `confidence`: the mean over these frames of the posterior that the frame has this label, conditional on
-          the target, from 0 to 1; NaN for a sequence that holds NaN, otherwise 0 where there are no frames. Low where
-          the borders are uncertain, whereas a low `log_prob` says that the label does not match what was recorded.
+        - `log_prob`: the sum of `log_probs[t, label]` over these frames, in nats, `end - start` times torchaudio's
+          `score`; -inf where no alignment is possible, NaN for a sequence that holds NaN, 0 past a target's end.
+        - `confidence`: the mean over these frames of the label's posterior, conditional on the target; NaN for a
+          sequence that holds NaN, otherwise 0 where there are no frames. Low where times are uncertain, whereas a low
+          `log_prob` says that the label does not match what was recorded.
 
     Cost: that of `viterbi` and `marginals`; memory: some tensors `[N, T, 2 S + 1]`.
 
@@ -65,19 +65,18 @@ def align(
     labels, counts = (each.to(log_probs.device) for each in padded_labels(targets, target_lengths, blank))
     present = (torch.arange(c // 2, device=log_probs.device) < counts[:, None]).view(*batch, -1)
     best = viterbi(**chain._asdict())
-    past_all = best.states.masked_fill(best.states < 0, c)  # states never fall along a path
-    of_labels = torch.arange(1, c, 2, device=log_probs.device).expand(*batch, -1).contiguous()
-    start = torch.searchsorted(past_all, of_labels)
-    end = torch.searchsorted(past_all, of_labels, right=True)
-    weight, share = (_sums(values, past_all) for values in (chain.x, marginals(**chain._asdict()).states))
+    path = best.states.masked_fill(best.states < 0, c)  # states never fall along it
+    label_states = torch.arange(1, c, 2, device=log_probs.device).expand(*batch, -1).contiguous()
+    start, end = (torch.searchsorted(path, label_states, right=right) for right in (False, True))
+    weight, share = (_sums(values, path) for values in (chain.x, marginals(**chain._asdict()).states))
     score = best.score.view(*batch, 1)  # -inf, or NaN, where there is no path
-    aligned, failed = end > start, present & (end == start)
+    aligned, impossible = end > start, present & (end == start)
     return Spans(
         labels.view(*batch, -1).masked_fill(~present, -1),
         start.masked_fill(~aligned, -1),
         end.masked_fill(~aligned, -1),
-        torch.where(failed, score, weight),
-        torch.where(failed, score.exp(), share / (end - start).clamp(min=1)),
+        torch.where(impossible, score, weight),
+        torch.where(impossible, score.exp(), share / (end - start).clamp(min=1)),
     )
 
 

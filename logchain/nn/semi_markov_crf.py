@@ -1,4 +1,4 @@
-"""The semi-Markov conditional random field: segments of a tag, whose durations have log-weights."""
+"""The semi-Markov conditional random field: segments of one tag each, whose durations have log-weights."""
 
 from typing import Literal
 
@@ -17,16 +17,16 @@ from .linear_chain_crf import LinearChainCRF, Sequences, as_lists, check_mask, r
 
 
 class SemiMarkovCRF(LinearChainCRF):
-    r"""A conditional random field whose log-weights are those of segments, of 1 to D steps with the same tag.
+    r"""A conditional random field of segments, of 1 to D steps with the same tag.
 
-    The log-weight of a segmentation into segments k = 0..K-1 of tags `z_k` and durations `d_k` is
+    The log-weight of segments k = 0..K-1 of tags `z_k` and durations `d_k` is
 
         start(z_0) + sum_k (sum_i emissions_i(z_k) + durations(z_k, d_k)) + sum_k T(z_{k-1}, z_k) + end(z_{K-1})
 
-    where i runs over the steps of segment k; its log-probability is that minus log Z, the log-sum-exp over all
-    segmentations. With D = 1 it is a `LinearChainCRF`, whose arguments, methods and treatment of masks it has; tags of
-    steps are those of their segments. `forward` also takes `begins`, and `decode_segments` and `segment_marginals` have
-    results for segments. `torch.compile` computes the chain between graphs; `torch.export` does not take it.
+    where i runs over the steps of segment k; their log-probability is that minus log Z, the log-sum-exp over all
+    segmentations. Arguments, methods and masks are those of `LinearChainCRF`, which it equals with D = 1. `forward`
+    also takes `begins`, and `decode_segments` and `segment_marginals` return segments. `torch.compile` computes the
+    chain between graphs; `torch.export` does not take it.
 
     Args:
         num_tags: number of tags, c.
@@ -93,19 +93,14 @@ class SemiMarkovCRF(LinearChainCRF):
     ) -> Tensor:
         """The log-likelihood of a segmentation; its negative is the training loss.
 
-        Arguments and result are those of `LinearChainCRF.forward`. The tags are those of steps, and a change of tag
-        begins a segment. `begins`, bool or integers of the shape of the tags, is nonzero where one begins after a
-        segment of the same tag. Masked steps take no part in durations.
+        Arguments and result are those of `LinearChainCRF.forward`. A segment begins where the tag changes, and where
+        `begins`, bool or integers of the shape of the tags, is nonzero: pass it if neighboring segments have the same
+        tag. Durations do not include masked steps.
 
         >>> crf = SemiMarkovCRF(2, 2, batch_first=True)
         >>> tags = torch.zeros(1, 3, dtype=torch.int64)
         >>> crf(torch.zeros(1, 3, 2), tags, begins=torch.tensor([[True, False, True]])).exp() < 1
         tensor(True)
-        >>> try:
-        ...     crf(torch.zeros(1, 3, 2), tags)
-        ... except ValueError as error:
-        ...     print(error)
-        tags: expected segments of at most 2 steps, got one of 3; pass a larger max_duration to the layer, or begins
         """
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, unmasked = self._chain(emissions, mask)
@@ -131,14 +126,11 @@ class SemiMarkovCRF(LinearChainCRF):
         [[(0, 0, 1), (1, 1, 1)]]
         """
         chain, unmasked = self._chain(emissions, mask)
-        paths, longest = as_lists(viterbi(**chain._asdict()).states[:, None], unmasked), self.max_duration
+        assert isinstance(chain.bulk, Duration)
+        best = chain.bulk.path_segments(viterbi(**chain._asdict()).states)
         return [
-            [
-                (state // longest, step, state % longest + 1)
-                for step, state in enumerate(path)
-                if state >= 0 and (step == 0 or path[step - 1] % longest == 0)
-            ]
-            for (path,) in paths
+            [(tag, step, duration) for step, (tag, duration) in enumerate(zip(*rows, strict=True)) if duration]
+            for rows in as_lists(torch.stack([best.states, best.durations], 1), unmasked)
         ]
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -159,22 +151,21 @@ class SemiMarkovCRF(LinearChainCRF):
         """
         chain, unmasked = self._chain(emissions, mask)
         assert isinstance(chain.bulk, Duration)
-        begins = chain.bulk.marginal_segments(marginals(**chain._asdict(), transitions="full")).durations
-        return self._as_given(unmasked.spread(begins.flatten(-2), 0.0).view_as(begins))
+        posteriors = chain.bulk.marginal_segments(marginals(**chain._asdict(), transitions="full")).durations
+        return self._as_given(unmasked.spread(posteriors.flatten(-2), 0.0).view_as(posteriors))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
-        (x, transitions, start, _, lengths), unmasked = super()._chain(emissions, mask)
-        assert isinstance(transitions, Tensor)
-        structure = Duration(transitions[0], self.durations.to(x.dtype))
+        (x, _, start, _, lengths), unmasked = super()._chain(emissions, mask)
+        structure = Duration(self.transitions.to(x.dtype), self.durations.to(x.dtype))
         return structure.arguments(x, start, log_params=True, lengths=lengths), unmasked
 
     def _tags(self, states: Tensor) -> Tensor:
         return states // self.max_duration
 
     def _states(self, tags: Tensor, changes: Tensor, lengths: Tensor | None) -> Tensor:
-        """The states (n, v) that count the steps left, for tags (n, v) and whether a segment begins at steps 1...
+        """The counting states (n, v) of tags (n, v), and of whether a segment begins at each step but the first.
 
-        That of a segment with too many steps is -1, which is impossible, where values are not read.
+        Where values are not read, those of a segment with too many steps are -1, which is impossible.
         """
         n, v = tags.shape
         steps = torch.arange(v, device=tags.device)
@@ -184,8 +175,6 @@ class SemiMarkovCRF(LinearChainCRF):
         last = torch.where(ends, steps, v).flip(1).cummin(1).values.flip(1)
         left = last - steps
         if is_readable(left) and left.numel() and (longest := int(left.max()) + 1) > self.max_duration:
-            got = f"{self.max_duration} steps, got one of {longest}"
-            raise ValueError(
-                f"tags: expected segments of at most {got}; pass a larger max_duration to the layer, or begins"
-            )
+            expected = f"segments of at most {self.max_duration} steps, got one of {longest}"
+            raise ValueError(f"tags: expected {expected}; pass a larger max_duration to the layer, or begins")
         return torch.where(left < self.max_duration, tags * self.max_duration + left, -1)

@@ -6,21 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    Lengths,
-    as_lengths,
-    batch_sizes,
-    check_flag,
-    check_integers,
-    check_lengths,
-    check_sizes,
-    check_tensor,
-)
+from ..arguments import Lengths, batch_sizes, check_flag, check_integers, check_sizes, check_tensor, checked_lengths
 from ..chain_arguments import ChainArguments
-from ..kernels import on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Durations
-from .dense import Dense
+from ..tensors import last_rows
 from .semiring import LINEAR, Semiring
 from .transition import Transition, Transposed, check_parameter, look_up
 
@@ -29,14 +19,13 @@ if TYPE_CHECKING:
 
 
 class Segments(NamedTuple):
-    """The segments of paths, or their posterior probabilities, by steps.
+    """The segments of paths, or their posterior probabilities, at each step.
 
     Attributes:
-        states: the state at each step `[..., v]`, or the posteriors of states `[*B, v, c]`.
-        begins: whether a segment begins at each step `[..., v]`, or with what posterior one of each state does
-            `[*B, v, c]`.
-        durations: the duration of the segment that begins at each step `[..., v]`, 0 where none does, or the posterior
-            of each state and duration `[*B, v, c, D]`.
+        states: the state, int64 `[..., v]`, or the posterior of each `[*B, v, c]`.
+        begins: whether a segment begins, bool `[..., v]`, or the posterior that one of each state does `[*B, v, c]`.
+        durations: the duration of the segment that begins, int64 `[..., v]`, 0 where none does; or the posterior that
+            a segment of each state and duration begins `[*B, v, c, D]`.
     """
 
     states: Tensor
@@ -47,18 +36,17 @@ class Segments(NamedTuple):
 class Duration(Transition):
     r"""A chain that stays in each of c states for an explicit duration: a hidden semi-Markov model.
 
-    A path is a sequence of segments. A segment of state s lasts d steps with weight `durations[s, d - 1]`, and one of
-    state s' follows with weight `matrix[s, s']`. The chain has c D counting states: `(s, r)`, number `s D + r`, is
-    state s with r more steps of its segment to come, r from 0 to D - 1. From r > 0 it leads to `(s, r - 1)` with weight
-    1, and from `(s, 0)` to `(s', r')` with weight `matrix[s, s'] durations[s', r']`.
+    A segment of state s lasts d steps with weight `durations[s, d - 1]`, and one of state s' follows with weight
+    `matrix[s, s']`. The chain has c D counting states: `(s, r)`, number `s D + r`, is state s with r more steps of its
+    segment to come, r from 0 to D - 1. It leads from `(s, r)` to `(s, r - 1)` with weight 1, and from `(s, 0)` to
+    `(s', r')` with weight `matrix[s, s'] durations[s', r']`.
 
     `arguments` maps potentials of the c states to arguments of `logchain`'s functions; `path_segments` and
-    `marginal_segments` map paths and posteriors of counting states back. Posteriors that `logchain.filtered` returns
-    are those of states after `.unflatten(-1, (c, D)).sum(-1)`.
+    `marginal_segments` map paths and posteriors of counting states back. The results of `logchain.filtered` are
+    posteriors of states after `.unflatten(-1, (c, D)).sum(-1)`.
 
-    `logchain.marginals(..., transitions="sum")` counts how often each entry of `matrix` and `durations` is used. First
-    segments, whose durations are drawn with `p0`, are not among these counts: those are the posteriors of the first
-    step, `marginals.states[..., 0, :].unflatten(-1, (c, D))`. An EM step adds both; `Segments.durations` holds both.
+    `logchain.marginals(..., transitions="sum")` counts the uses of `matrix` and `durations`. Durations of first
+    segments are not among these: add `marginals.states[..., 0, :].unflatten(-1, (c, D))` for an EM step.
 
     Args:
         matrix: weights `[*B or ones, v-1 or 1, c, c]`, or `[c, c]`, with which one segment follows another; logarithms
@@ -101,14 +89,13 @@ class Duration(Transition):
 
     def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One parameter of the entries of both; see `Transition.to_pattern`."""
-        return (torch.cat([one.expand(*self.lead, -1, -1).flatten(-2) for one in parameters], -1),)
+        return (torch.cat([parameter.expand(*self.lead, -1, -1).flatten(-2) for parameter in parameters], -1),)
 
     def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The gradients of both parameters; see `Transition.from_pattern`."""
-        (total,) = gradients
-        parts = total.split([one.shape[-2:].numel() for one in self.parameters], -1)
-        pairs = zip(parts, self.parameters, strict=True)
-        return tuple(part.unflatten(-1, one.shape[-2:]).sum_to_size(one.shape) for part, one in pairs)
+        shapes = [parameter.shape for parameter in self.parameters]
+        pairs = zip(gradients[0].split([shape[-2:].numel() for shape in shapes], -1), shapes, strict=True)
+        return tuple(part.unflatten(-1, shape[-2:]).sum_to_size(shape) for part, shape in pairs)
 
     @property
     def matrix(self) -> Tensor:
@@ -134,23 +121,23 @@ class Duration(Transition):
         r"""Returns the arguments of `logchain`'s functions for potentials of the c states.
 
         Args:
-            x: log-potentials `[*B, v, c]` in nats, of each state at each step of its segments.
+            x: log-potentials of the states `[*B, v, c]` in nats; those of a segment are added up.
             p0: weights `[*B or ones, c]` of the first segment's state.
-            first_durations: weights `[*B or ones, c, D]` of the first segment's duration, by default `durations`; they
-                are needed where `durations` differ by steps. Where a sequence begins within a segment (left
-                truncation), those of the steps that are left.
+            first_durations: weights `[*B or ones, c, D]` of the first segment's duration, by default `durations`;
+                required where `durations` differ by steps. Where sequences begin within a segment (left truncation),
+                weights of the number of steps that remain of it.
             log_params: whether `matrix`, `durations`, `p0` and `first_durations` are logarithms.
             lengths: the lengths of the sequences, as in `logchain.product`.
-            cu_seqlens: the offsets of packed sequences, as in `logchain.product`, for x `[total, c]`. Pass them to the
-                function too: they are not among the arguments that are returned.
-            right_censored: whether the last segment may go on after the last step. By default it ends there; if it may
-                go on, a path includes its whole duration, up to D, of which only the steps in the sequence are seen.
+            cu_seqlens: the offsets of packed sequences, as in `logchain.product`, for x `[total, c]`. They are not
+                among the results: pass them to the function too.
+            right_censored: whether the last segment may go on after the last step. Then a path includes its whole
+                duration, up to D. By default it ends at the last step.
 
         Returns:
-            `ChainArguments` with x `[*B, v, c D]`, which is -inf at a sequence's last step in counting states r > 0
-            unless `right_censored`, the structure, p0 `[*B or ones, c D]` and `lengths`, int64 `[*B]`. Weights are
-            returned as logarithms, in float32 at least, so that no product of p0 and durations underflows:
-            `log_params` is True. Negative weights are NaN, and so are the results of their sequences.
+            `ChainArguments` with x `[*B, v, c D]`, -inf at a sequence's last step where r > 0 unless `right_censored`,
+            the structure, p0 `[*B or ones, c D]` and `lengths`, int64 `[*B]`. Weights are logarithms, in float32 at
+            least, so that no product of p0 and durations underflows: `log_params` is True. Logarithms of negative
+            weights are NaN, and so are the results of their sequences.
 
         Raises:
             TypeError: an argument is of the wrong kind.
@@ -167,7 +154,6 @@ class Duration(Transition):
         tensor(0.7500)
         """
         check_tensor("x", x, 2)
-        check_tensor("p0", p0, 1, like=x)
         check_flag("log_params", log_params)
         check_flag("right_censored", right_censored)
         c, longest = self.durations.shape[-2:]
@@ -179,13 +165,11 @@ class Duration(Transition):
             if lengths is not None:
                 raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
-        ends = None if lengths is None else as_lengths(lengths, x)
-        if ends is not None and not on_gpu(ends):
-            check_lengths(ends, x.shape[-2])
-        check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
+        ends = checked_lengths(lengths, x)
         first = self._shared_durations() if first_durations is None else first_durations
-        check_tensor("first_durations", first, 2, like=x)
-        check_sizes("first_durations", first, (*batch_sizes(batch, first.dim() - 2), (c,), (longest,)), x)
+        for name, value, sizes in (("p0", p0, [(c,)]), ("first_durations", first, [(c,), (longest,)])):
+            check_tensor(name, value, len(sizes), like=x)
+            check_sizes(name, value, (*batch_sizes(batch, value.dim() - len(sizes)), *sizes), x)
         start, first, *parameters = (
             log_weights(weights, log_params, torch.promote_types(weights.dtype, torch.float32))
             for weights in (p0, first, *self.parameters)
@@ -193,8 +177,8 @@ class Duration(Transition):
         potentials = x.repeat_interleave(longest, -1)
         if not right_censored:
             with torch.no_grad():  # the gradient of a potential of -inf is 0
-                going_on = potentials.view(-1, c, longest)[..., 1:]
-                going_on.index_fill_(0, _last_rows(x, ends, cu_seqlens), -math.inf)
+                unfinished = potentials.view(-1, c, longest)[..., 1:]
+                unfinished.index_fill_(0, last_rows(x, ends, cu_seqlens), -math.inf)
         weights = (start[..., None] + first).flatten(-2)
         return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends)
 
@@ -209,15 +193,15 @@ class Duration(Transition):
         return self.durations[..., 0, :, :]
 
     def path_segments(self, paths: Tensor, cu_seqlens: Tensor | None = None) -> Segments:
-        """Returns the segments of paths of counting states, which `viterbi`, `topk_paths` and `sample` return.
+        """Returns the segments of paths of counting states, as of `viterbi`, `topk_paths` and `sample`.
 
         Args:
             paths: integers `[..., v]`, -1 where there is no state.
             cu_seqlens: the offsets of packed sequences, for paths `[..., total]`.
 
         Returns:
-            `Segments`: states int64 `[..., v]`, -1 where `paths` are, begins bool `[..., v]`, and durations int64
-            `[..., v]`. The duration of a last segment that is right-censored includes its steps past the end.
+            `Segments` of paths; states are -1 where `paths` are. The duration of a right-censored last segment includes
+            its steps past the end.
 
         Raises:
             TypeError: an argument is of the wrong kind.
@@ -244,9 +228,8 @@ class Duration(Transition):
             cu_seqlens: the offsets of packed sequences, if `marginals` is of these.
 
         Returns:
-            `Segments`: states `[*B, v, c]`, the posterior of each state; begins `[*B, v, c]`, that a segment of it
-            begins; durations `[*B, v, c, D]`, that one of so many steps does. For packed sequences, `[total, ...]`.
-            Summed over sequences and steps, `durations` are the expected counts of an EM step, of first segments too.
+            `Segments` of posteriors, `[total, ...]` for packed sequences. Summed over sequences and steps, `durations`
+            are the expected counts of an EM step, including first segments.
 
         Raises:
             ValueError: `marginals` has no transition posteriors of each step.
@@ -266,7 +249,8 @@ class Duration(Transition):
         expected = (*lead, steps - (cu_seqlens is None))
         if not isinstance(counts, Duration) or counts.lead != expected:
             got = "none" if counts is None else repr(counts)
-            raise ValueError(f'marginals: expected those of transitions="full", got transitions {got}')
+            remedy = "pass cu_seqlens too where sequences are packed"
+            raise ValueError(f'marginals: expected those of transitions="full", got transitions {got}; {remedy}')
         posteriors, durations = states.unflatten(-1, self.durations.shape[-2:]), counts.durations
         if cu_seqlens is None:
             durations = torch.cat([posteriors[..., :1, :, :], durations], -3)
@@ -276,11 +260,12 @@ class Duration(Transition):
         return Segments(posteriors.sum(-1), durations.sum(-1), durations)
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
-        """`message @ P`, a shift and an entry through the matrix; see `Transition.apply`."""
+        """`message @ P`, a sum of a shift and of a product with the matrix; see `Transition.apply`."""
         counts = message.unflatten(-1, self.durations.shape[-2:])
         entering = semiring.matmul(counts[..., 0], self.matrix)
         entered = semiring.times(entering[..., None], self.durations[..., None, :, :])
-        return semiring.plus(entered, _shifted(counts, semiring.zero)).flatten(-2)
+        longest = torch.full_like(counts[..., :1], semiring.zero)  # no state counts down to these
+        return semiring.plus(entered, torch.cat([counts[..., 1:], longest], -1)).flatten(-2)
 
     @property
     def multiply_adds(self) -> int:
@@ -293,25 +278,13 @@ class Duration(Transition):
         return _TransposedDuration(self)
 
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
-        """`P[source, target]`, through the matrix from r = 0 and a shift from others; see `Transition.entries`."""
+        """`P[source, target]`, a product of parameters from r = 0, and otherwise 1 or 0; see `Transition.entries`."""
         longest = self.durations.shape[-1]
         state, count = target // longest, target % longest
         matrix = look_up(self.matrix, source // longest, state)
         entry = semiring.times(matrix, look_up(self.durations, state, count))
         shift = torch.where(source == target + 1, semiring.one, semiring.zero).to(entry.dtype)
         return torch.where(source % longest == 0, entry, shift)
-
-    def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest `message(k) + log P(k, j)` and its lowest k, of a shift and an entry; see `Transition.best`."""
-        sizes = self.durations.shape[-2:]
-        counts = message.unflatten(-1, sizes)
-        entering, state = Dense(self.matrix).best(counts[..., 0])
-        entered, source = entering[..., None] + self.durations[..., None, :, :], state[..., None] * sizes[1]
-        shifted = _shifted(counts, -math.inf)
-        following = torch.arange(1, self.states + 1, device=message.device).view(sizes)
-        shifts = (shifted > entered) | ((shifted == entered) & (following < source))
-        values, before = torch.maximum(entered, shifted), torch.where(shifts, following, source)
-        return values.flatten(-2), before.masked_fill(values == -math.inf, 0).flatten(-2)
 
 
 class _TransposedDuration(Transposed):
@@ -321,20 +294,6 @@ class _TransposedDuration(Transposed):
         """`message @ P`, see `Transition.apply`."""
         matrix, durations = self.parameters
         counts = message.unflatten(-1, durations.shape[-2:])
-        entries = semiring.sum(semiring.times(counts, durations[..., None, :, :]), -1)  # [*lead, rows, c]
-        ended = semiring.matmul(entries, matrix.mT)
+        entered = semiring.sum(semiring.times(counts, durations[..., None, :, :]), -1)  # [*lead, rows, c]
+        ended = semiring.matmul(entered, matrix.mT)
         return torch.cat([ended[..., None], counts[..., :-1]], -1).flatten(-2)
-
-
-def _last_rows(x: Tensor, ends: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The row of each sequence's last step, among all rows of x; where lengths are out of range, any row."""
-    v = x.shape[-2]
-    if cu_seqlens is not None:
-        return (cu_seqlens[1:].to(x.device, torch.int64) - 1).clamp(0, v - 1)
-    first = torch.arange(x.shape[:-2].numel(), device=x.device) * v
-    return first + (v - 1 if ends is None else (ends.flatten() - 1).clamp(0, v - 1))
-
-
-def _shifted(counts: Tensor, zero: float) -> Tensor:
-    """Weights (..., c, D) of the counting states that lead to each by a shift."""
-    return torch.cat([counts[..., 1:], torch.full_like(counts[..., :1], zero)], -1)

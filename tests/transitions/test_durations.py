@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain.transitions import Duration, Transition
+from logchain.transitions import Duration
 from tests.transitions.structures import numbers
 
 F32, F64 = torch.float32, torch.float64
@@ -199,15 +199,6 @@ def test_equal_paths_end_in_the_lowest_counting_states(censored):
     stream = logchain.Stream(chain["bulk"], chain["p0"], log_params=True, viterbi=True)
     states = torch.cat([stream.update(piece).states for piece in chain["x"].split(2)] + [stream.flush().states])
     assert states.tolist() == lowest
-
-
-def test_best_states_before_are_the_default_ones():
-    structure = Duration(numbers(1)(2, 1, 3, 3), numbers(2)(1, 5, 3, 4)).map(lambda values: (4 * values).round().log())
-    message = (4 * numbers(3)(2, 5, 6, 12)).round().log()
-    values, before = structure.best(message)
-    expected, states = Transition.best(structure, message)
-    assert torch.equal(values, expected) and values.isneginf().any()
-    assert torch.equal(before.masked_fill(values.isneginf(), 0), states.masked_fill(values.isneginf(), 0))
 
 
 @CASES
@@ -420,12 +411,10 @@ WRONG = {
     "right_censored: expected True or False, got 1": lambda: shared.arguments(x, p0, right_censored=1),
     "log_params: expected True or False, got 'log'": lambda: shared.arguments(x, p0, log_params="log"),
     "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),
-    'marginals: expected those of transitions="full", got transitions none': lambda: shared.marginal_segments(
-        logchain.marginals(*counting)
-    ),
-    'marginals: expected those of transitions="full", got transitions Duration([2, 2], [2, 3])': lambda: (
-        shared.marginal_segments(logchain.marginals(*counting, transitions="sum"))
-    ),
+    'marginals: expected those of transitions="full", got transitions none; pass cu_seqlens too where sequences are '
+    "packed": lambda: shared.marginal_segments(logchain.marginals(*counting)),
+    'marginals: expected those of transitions="full", got transitions Duration([2, 2], [2, 3]); pass cu_seqlens too '
+    "where sequences are packed": lambda: shared.marginal_segments(logchain.marginals(*counting, transitions="sum")),
 }
 
 

@@ -17,36 +17,36 @@ from .weights import TransitionWeights
 
 
 class Durations(TransitionWeights):
-    r"""`logchain.transitions.Duration` of probabilities: states that last for a trained number of steps.
+    r"""`logchain.transitions.Duration` of trained probabilities: states with explicit durations.
 
-    A segment of state s takes d steps with probability `q_s(d)`, for d from 1 to D, and another state follows. The
-    states of an `HMM` with this transition, in its emission and in all results, are these c states.
+    A segment of state s lasts d steps with probability `q_s(d)`, for d from 1 to D, and another state follows. An `HMM`
+    with this transition has these c states, in its emission and in all results.
 
     Args:
         num_states: c.
-        max_duration: D, the largest number of steps; memory and time are in proportion to it.
-        durations: "free" for a probability of each number of steps; "poisson" or "negative_binomial" for a family of
-            d - 1; or a `Distribution` of c units over integers from 0 on. A family is restricted to 1..D and
+        max_duration: D, the largest number of steps.
+        durations: "free" for a probability of each number of steps; or the family of d - 1, which is "poisson",
+            "negative_binomial" or a `Distribution` of c units over integers from 0 on, restricted to d from 1 to D and
             normalized: `q_s(d) = f_s(d - 1) / sum_k f_s(k - 1)`.
         right_censored: whether the last segment may go on after the last step, so that probabilities of all sequences
-            of a length sum to 1. With False it has to end there: `log_prob` is that of the data and of this event.
+            of a length sum to 1. With False it ends there, and `log_prob` is that of the data and of this event.
         prior_count: added to expected counts of moves and of durations by expectation maximization, see `LogWeights`.
         generator: the source of randomness for the initial weights.
 
     Attributes:
         matrix: `LogWeights` `[c, c - 1]`, the probabilities of the states that follow, without the diagonal; `[1, 1]`
             if there is one state, which follows itself.
-        durations: `LogWeights` `[c, D]`, of which row s is `log q_s`; of a family, `durations.family` is the
-            `Distribution`, which expectation maximization fits to expected counts by up to 100 steps of L-BFGS.
+        durations: `LogWeights` `[c, D]`, of which row s is `log q_s`. The `Distribution` of a family is
+            `durations.family`; expectation maximization fits it to expected counts by up to 100 steps of L-BFGS.
 
-    Call: `()` to the structure, of logarithms. `set` takes its matrix `[c, c]` and durations `[c, D]`; a family takes
-    the parameters of the largest likelihood.
+    Call: `()` to the structure, of logarithms. `set` takes its matrix `[c, c]` and durations `[c, D]`, to which it fits
+    a family by maximum likelihood.
 
     Raises:
         TypeError: an argument is of another kind.
         ValueError: a size is not positive, a choice is unknown, or units are others than c.
 
-    Cost: `c D + c^2` exponentials; in a chain, see `logchain.transitions.Duration`.
+    Cost: `c D + c^2` exponentials, and in a chain, in time and memory, that of `logchain.transitions.Duration`.
 
     Source: S.-Z. Yu, "Hidden semi-Markov models", Artificial Intelligence 174 (2010).
 
@@ -117,7 +117,7 @@ class FamilyWeights(LogWeights):
 
     @property
     def logits(self) -> Tensor:  # type: ignore[override]
-        """Log-probabilities of the family that has no largest value."""
+        """Log-probabilities of the family, which may have larger values too."""
         return self.family.log_density(cast(Tensor, self.values)).mT
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -125,7 +125,7 @@ class FamilyWeights(LogWeights):
         self.family.reset_parameters(generator)
 
     def _store(self, probabilities: Tensor) -> None:
-        """Take the parameters that maximize `sum probabilities log q`, from the present ones on."""
+        """Set the family's parameters to those that maximize `sum probabilities log q`, from their values on."""
         optimizer = torch.optim.LBFGS(self.family.parameters(), max_iter=100, line_search_fn="strong_wolfe")
 
         def cross_entropy() -> Tensor:
