@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..arguments import Lengths, batch_sizes, check_flag, check_integers, check_sizes, check_tensor, checked_lengths
 from ..chain_arguments import ChainArguments
+from ..kernels import in_large_pages
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Durations
-from ..tensors import last_rows
+from ..tensors import differentiated, is_plain, last_rows
 from .semiring import LINEAR, Semiring
 from .transition import Transition, Transposed, check_parameter, look_up
 
@@ -174,7 +175,7 @@ class Duration(Transition):
             log_weights(weights, log_params, torch.promote_types(weights.dtype, torch.float32))
             for weights in (p0, first, *self.parameters)
         )
-        potentials = x.repeat_interleave(longest, -1)
+        potentials = _repeated(x, longest)
         if not right_censored:
             with torch.no_grad():  # the gradient of a potential of -inf is 0
                 unfinished = potentials.view(-1, c, longest)[..., 1:]
@@ -297,3 +298,12 @@ class _TransposedDuration(Transposed):
         entered = semiring.sum(semiring.times(counts, durations[..., None, :, :]), -1)  # [*lead, rows, c]
         ended = semiring.matmul(entered, matrix.mT)
         return torch.cat([ended[..., None], counts[..., :-1]], -1).flatten(-2)
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """Entries (..., c), each so many times, as (..., c times); fast, in new memory, unless they need a gradient."""
+    if differentiated(x) or not is_plain((x,)):
+        return x.repeat_interleave(times, -1)
+    repeated = in_large_pages(x.new_empty(*x.shape[:-1], x.shape[-1] * times))
+    repeated.unflatten(-1, (-1, times)).copy_(x[..., None])
+    return repeated
