@@ -8,8 +8,8 @@ from ..chain import Chain
 from .viterbi import Messages, without_states
 
 
-def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, k, steps) int64 of the k best paths, best first, and the `unknown` sequences (g, m).
+def paths(chain: Chain, k: int) -> tuple[Tensor, Tensor]:
+    """The states (g, m, k, v) int64 of the k best paths, best first, and the `unknown` sequences (g, m).
 
     A state is -1 where `viterbi.paths` has -1, and everywhere in a rank with no path.
     """

@@ -18,14 +18,14 @@ from ..numbers import log_weights, shifted
 _TERMS = 2**20
 
 
-def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) int64 of the best paths, and whether sequences are `unknown` (g, m).
+def paths(chain: Chain) -> tuple[Tensor, Tensor]:
+    """The states (g, m, v) int64 of the best paths, and whether sequences are `unknown` (g, m).
 
     Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after its sequence's
     end, and everywhere in a sequence that is impossible or unknown.
     """
     messages = Messages(chain, None)
-    states = torch.full((chain.g, chain.m, steps), -1, device=chain.x.device)
+    states = torch.full((chain.g, chain.m, chain.v), -1, device=chain.x.device)
     messages.follow(states)
     return states, messages.unknown
 

@@ -67,8 +67,8 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.full((c, c), -torch.inf, dtype=x.dtype, device=x.device).fill_diagonal_(0.0)
     x[..., -1, :] += ends.view(c, *(1,) * (x.dim() - 3), c)  # a NaN remains one in all copies
     chain = Chain.of(x, piece.bulk, p0, None, True)
-    states, _ = kernels.module("viterbi", x).paths(chain, x.shape[-2])
-    states = chain.layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, k + 1)
+    states, _ = kernels.module("viterbi", x).paths(chain)
+    states = chain.layout.batched(states)  # (c, *B, k + 1)
     after = _possible(shifted(log_weight(x, piece.bulk, p0, states, None, True).movedim(0, -1))[0])
     states = states.movedim(0, -1).clamp(min=0)  # (*B, k + 1, c)
     return after, states[..., 1:, :].int(), states[..., 0, :]
