@@ -91,31 +91,45 @@ class Arcs:
         return Arcs, (self.source, self.target)
 
 
-@dataclass(frozen=True)
-class Structured:
-    """The operands of chains of v steps and c states, with batch axes *B.
+class Structured(NamedTuple):
+    """The operands of a batch of chains of v steps and c states, with batch axes *B.
 
     Attributes:
         x: log-potentials [*B, v, c].
-        parameters: tensors [*B or ones, s, *own], s = v - 1 or 1 for the same at all steps; all batch axes are there.
+        transition: the `logchain.transitions.Transition`. Its parameters are [*B or ones, s, *own], s = v - 1 or 1 for
+            the same at all steps; all batch axes are there. Its `pattern` is where they are in matrices. For bands the
+            offsets, a tuple of integers: parameter (bands, c), of which `values[band, j]` is the weight from state
+            j - offset to j, and is ignored where no state is. `Arcs` for a parameter (arcs). `Durations` for one of
+            segments. `Factors` for a product. None for any other structure.
         p0: initial weights [*B or ones, c].
-        pattern: where the parameters stand. For bands the offsets, a tuple of integers: parameter (bands, c), of which
-            `values[band, j]` is the weight from state j - offset to j, and is ignored where no state is. `Arcs` for a
-            parameter (arcs). `Durations` for one of segments. `Factors` for a product. None for any other structure.
-        ends: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
+        lengths: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
         log_params: whether parameters and `p0` are logarithms.
-        dtype: the dtype of the arithmetic, float32 or float64.
-        by_log: whether gradients are with respect to logarithms of parameters and `p0` even if these are linear.
+        packed: the `logchain.chain.Chain` of packed sequences that kernels of dense matrices read in place, with x
+            [total, c] and lengths (n); otherwise None.
     """
 
     x: Tensor
-    parameters: tuple[Tensor, ...]
+    transition: Any
     p0: Tensor
-    pattern: Any
-    ends: Tensor | None
+    lengths: Tensor | None
     log_params: bool
-    dtype: torch.dtype
-    by_log: bool = False
+    packed: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that may need gradients: x, p0, and the parameters."""
+        return self.x, self.p0, *self.transition.parameters
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters in the order of the transition's pattern."""
+        values: tuple[Tensor, ...] = self.transition.to_pattern(self.transition.parameters)
+        return values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
+        return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
     @property
     def v(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,28 +34,10 @@ from .transitions.dense import Dense
 _STATES, _READS = 32, 4
 
 
-class Operands(NamedTuple):
-    """Checked operands, those of structures with all batch axes; `lengths` is int64 [*B] or None.
+class Operands(Structured):
+    """Checked operands, those of structures with all batch axes."""
 
-    For packed sequences that kernels read in place, x is [total, c], `lengths` (n), and `packed` the `Chain`.
-    """
-
-    x: Tensor
     transition: Transition
-    p0: Tensor
-    lengths: Tensor | None
-    log_params: bool
-    packed: Any = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that may need gradients: x, p0, and the parameters."""
-        return self.x, self.p0, *self.transition.parameters
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
-        return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
     @property
     def is_dense(self) -> bool:
@@ -80,13 +62,6 @@ class Operands(NamedTuple):
         no_tensor: Any = None
         lengths = None if self.lengths is None else self.lengths.clone()
         return self._replace(x=no_tensor, transition=self.transition.with_parameters(), p0=no_tensor, lengths=lengths)
-
-    def chain(self, *, by_log: bool = False) -> Structured:
-        """The operands as kernels take them; see `Structured.by_log`."""
-        x, p0, *values = self.detached().tensors
-        parameters, pattern = self.transition.to_pattern(tuple(values)), self.transition.pattern
-        ends = None if self.lengths is None else self.lengths.contiguous()
-        return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
 
     def dense_chain(self, *, by_log: bool = False) -> Chain:
         """The operands with dense matrices as kernels take them; see `kernels.chain.Chain.of`."""
@@ -163,7 +138,7 @@ class Operands(NamedTuple):
         if module is None:
             return None
         with arithmetic_on(self.x):
-            return getattr(module, function)(self.chain(), *arguments)
+            return getattr(module, function)(self.detached(), *arguments)
 
 
 def transition_of(bulk: Tensor | Transition) -> Transition:

@@ -258,7 +258,7 @@ def forward(operands: Operands, keep: bool) -> Walk:
             log_norm, messages, extra, recomputed = operators.forward(operands, keep)
             return Walk(log_norm, (messages, extra), recomputed)
         module = kernels.structured_kernels(operands.x, operands.transition.pattern)
-        walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
+        walk: Walk | None = None if module is None else module.forward(operands, keep)
         if walk is None:
             value = total(operands.steps()).contiguous()
             walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
@@ -287,11 +287,9 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
         module = kernels.structured_kernels(operands.x, operands.transition.pattern)
         gradients: Gradients | None = None
         if module is not None and walk.kept:
-            gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
+            gradients = module.backward(operands, walk, weight, needs, by_log=by_log)
         if gradients is None:
             return gradients_in_logarithms(operands, weight, by_log=by_log)
-        if gradients.parameters is not None:
-            gradients = gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
         chosen = _chosen(walk.flagged & (weight != 0))
         if len(chosen):
             part = operands.selected(chosen)
