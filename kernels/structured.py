@@ -1,7 +1,7 @@
 """A batch of chains whose transition matrices have fewer parameters than they have entries.
 
-`forward` and `backward` take a `Structured`; what `forward` returns for `backward` is a `Walk`. Sequences lie in the
-order of the batch, and operands are read in place: one that sequences share has stride 0 along their axis.
+`forward` and `backward` take a `Structured`. Sequences lie in the order of the batch, and operands are read in place:
+one that sequences share has stride 0 along their axis.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +12,10 @@ from torch import Tensor
 
 # the multiply-adds of a dense chain that take as long on a CPU as one state of one band, and as one arc
 COST, COST_OF_ARC = 16, 20
+
+# the results of `forward`, which `backward` reads: log-partitions [*B] in float64; which sequences underflowed [*B],
+# that the caller computes in logarithms; and, if they are to be differentiated, other tensors
+Saved = tuple[Tensor, ...]
 
 
 class Factor(NamedTuple):
@@ -145,18 +149,6 @@ class Structured(NamedTuple):
     def batch(self) -> torch.Size:
         """The batch axes."""
         return self.x.shape[:-2]
-
-
-class Walk(NamedTuple):
-    """The results of `forward`.
-
-    `log_norm` [*B], float64: log-partitions. `kept`: tensors that `backward` reads, if wanted. `flagged` [*B], bool:
-    sequences that underflowed, which the caller computes in logarithms.
-    """
-
-    log_norm: Tensor
-    kept: tuple[Tensor, ...]
-    flagged: Tensor
 
 
 class Gradients(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..chain import Layout
 from ..numbers import exact_sum
-from ..structured import Gradients, Structured, Walk
+from ..structured import Gradients, Saved, Structured
 from . import team
 from .arguments import Pointing, copies, fields, function, places, shared
 from .factors import counts, entering, multiply
@@ -176,7 +176,7 @@ class Scan(Pointing):
         return torch.stack(exact_sum(torch.cat([self.tops[:steps].double(), shifts, parts]))).sum(0)
 
 
-def forward(chain: Structured, keep: bool) -> Walk:
+def forward(chain: Structured, keep: bool) -> Saved:
     """The log-partitions, and what `backward` reads: S and the tables."""
     scan = Scan(chain, keep=keep)
     factors, guard = scan.weights.pattern.factors, GUARD[scan.dtype]
@@ -192,16 +192,16 @@ def forward(chain: Structured, keep: bool) -> Walk:
             total[ended] = scan.state[step % len(scan.state)][ended].sum(-1, dtype=torch.float64)
     scan.flagged |= (total != 0) & ~((total >= scan.floor * 2.0**guard) & total.isfinite())
     kept = (scan.state, scan.tops, scan.powers) if keep else ()
-    return Walk(scan.in_batch(scan.log_norm(shift, total)), kept, scan.in_batch(scan.flagged))
+    return scan.in_batch(scan.log_norm(shift, total)), scan.in_batch(scan.flagged), *kept
 
 
-def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool) -> Gradients:
+def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
     """The gradients of `sum(weight * log_norm)` over sequences that are not flagged; see `Gradients`.
 
     `by_log`: of logarithms of parameters and p0 even if these are linear.
     """
-    scan = Scan(chain, walk.kept)
-    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.flagged))
+    scan = Scan(chain, saved[2:])
+    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), *saved[:2]))
     scan.live.copy_((weight != 0) & (log_norm != -math.inf) & ~flagged)
     scan.weight.copy_(weight.masked_fill(~scan.live, 0.0))
     n, c, active, sums = scan.n, chain.c, scan.active, None

@@ -8,7 +8,7 @@ structure: where float64 is not enough, functions here return None.
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..structured import COST, Arcs, Durations, Gradients, Structured, Walk
+from ..structured import COST, Arcs, Durations, Gradients, Saved, Structured
 from .arguments import Pointing, fields, function, places, run, shared
 from .library import in_large_pages
 
+Needs = tuple[bool, bool, bool]
 _Result = TypeVar("_Result")
 
 # arcs in a row of a slice; a state with more has several rows
@@ -55,54 +56,42 @@ class _Graph(ctypes.Structure):
     arrays: tuple[NDArray[Any], ...]
 
 
-def _or_wider(function: Callable[..., _Result | None], chain: Structured, dtype: torch.dtype, *rest: Any) -> Any:
-    """What a function returns for arithmetic in a dtype, or else in float64."""
-    result = function(chain, dtype, *rest)
-    return result if result is not None or dtype == torch.float64 else function(chain, torch.float64, *rest)
+def _or_wider(function: Callable[..., _Result | None]) -> Callable[..., _Result | None]:
+    """The function of a chain in place of a call: in the dtype of the chain, or, if that returns None, in float64."""
+
+    @wraps(function)
+    def compute(chain: Structured, *arguments: Any, **options: Any) -> _Result | None:
+        result = function(_Call(chain, chain.dtype), *arguments, **options)
+        if result is None and chain.dtype != torch.float64:
+            result = function(_Call(chain, torch.float64), *arguments, **options)
+        return result
+
+    return compute
 
 
-def forward(chain: Structured, keep: bool) -> Walk | None:
-    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step.
-
-    None: there are exponents beyond 2^53 that matter.
-    """
-    walk: Walk | None = _or_wider(_forward, chain, chain.dtype, keep)
-    return walk
-
-
-def _forward(chain: Structured, dtype: torch.dtype, keep: bool) -> Walk | None:
-    call, log_norm = _Call(chain, dtype), _norms(chain)
-    kept: tuple[Tensor, ...] = ()
+def _forward(call: "_Call", keep: bool) -> Saved | None:
+    kept: Saved = ()
     if keep:
-        kept = call.numbers(), call.numbers(), torch.empty(call.n, chain.v, dtype=torch.float64, device="cpu")
-        call.point(**dict(zip(("mantissas", "exponents", "taken"), kept, strict=True)))
-    call.point(log_norm=log_norm)
+        kept = call.numbers(), call.numbers(), torch.empty(call.n, call.chain.v, dtype=torch.float64, device="cpu")
+        call.point(mantissas=kept[0], exponents=kept[1], taken=kept[2])
+    log_norm = call.log_norm()
     inexact = call.run("forward", call.spans())
-    return None if inexact else Walk(log_norm, kept, torch.zeros_like(log_norm, dtype=torch.bool))
+    return None if inexact else (log_norm, torch.zeros_like(log_norm, dtype=torch.bool), *kept)
 
 
-def backward(
-    chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool], *, by_log: bool
-) -> Gradients | None:
-    """The gradients of `sum(weight * log_norm)` with respect to x, the parameters and p0, where `needs` says so.
-
-    `by_log`: of logarithms of parameters and p0 even if these are linear. None: there are exponents beyond 2^53 that
-    matter.
-    """
-
-    def of(chain: Structured, dtype: torch.dtype) -> Gradients | None:
-        messages = walk if walk.kept[0].dtype == dtype else _forward(chain, dtype, True)
-        return None if messages is None else _backward(_Call(chain, dtype), messages, weight, needs, by_log)
-
-    gradients: Gradients | None = _or_wider(of, chain, walk.kept[0].dtype)
-    return gradients
+forward = _or_wider(_forward)
 
 
-def _backward(
-    call: "_Call", walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool], by_log: bool
-) -> Gradients | None:
-    chain, (mantissas, exponents, taken) = call.chain, walk.kept
-    call.point(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=walk.log_norm.contiguous())
+@_or_wider
+def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Needs, by_log: bool) -> Gradients | None:
+    """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
+    if saved[2].dtype != call.dtype:  # messages in float64 are those of a chain that needs them
+        messages = _forward(call, True) if call.dtype == torch.float64 else None
+        if messages is None:
+            return None
+        saved = messages
+    chain, (log_norm, _, mantissas, exponents, taken) = call.chain, saved
+    call.point(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=log_norm.contiguous())
     call.point(weight=weight.double().expand(chain.batch).resolve_neg().contiguous())
     call.set(by_log=by_log)
     grad_x = call.states() if needs[0] else None
@@ -120,48 +109,34 @@ def _backward(
 
 
 def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Forward and backward messages [*B, v, c] as logarithms, -inf after sequences' ends, and log-partitions [*B].
-
-    They are computed in float64. None: there are exponents beyond 2^53 that matter.
-    """
-    call, log_norm = _Call(chain, torch.float64), _norms(chain)
-    into, out = call.states(), call.states()
-    call.point(log_forward=into, log_norm=log_norm)
+    """Forward and backward messages [*B, v, c] as logarithms, -inf after sequences' ends, and log-partitions [*B]."""
+    call = _Call(chain, torch.float64)
+    into, out, log_norm = call.states(), call.states(), call.log_norm()
+    call.point(log_forward=into)
     if call.run("forward", call.spans()):
         return None
     call.point(log_forward=None, log_backward=out, log_norm=None)
     return None if call.run("backward", call.spans()) else (into, out, log_norm)
 
 
-def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
-    """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B].
-
-    None: there are exponents beyond 2^53 that matter.
-    """
-    results: tuple[Tensor, Tensor] | None = _or_wider(_filtered, chain, chain.dtype)
-    return results
-
-
-def _filtered(chain: Structured, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    call, log_norm = _Call(chain, dtype), _norms(chain)
-    states = call.states()
-    call.point(filtered=states, log_norm=log_norm)
+@_or_wider
+def filtered(call: "_Call") -> tuple[Tensor, Tensor] | None:
+    """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B]."""
+    states, log_norm = call.states(), call.log_norm()
+    call.point(filtered=states)
     return None if call.run("forward", call.spans()) else (states, log_norm)
 
 
 def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
-    """Paths int64 [*S, *B, v] drawn by `numbers` in [0, 1) of the same shape; see `autograd.draws`.
-
-    None: there are exponents beyond 2^53 that matter.
-    """
-    walk = forward(chain, True)
-    if walk is None:
+    """Paths int64 [*S, *B, v] drawn by `numbers` in [0, 1) of the same shape; see `autograd.draws`."""
+    saved = forward(chain, True)
+    if saved is None:
         return None
-    mantissas, exponents, _ = walk.kept
+    log_norm, _, mantissas, exponents, _ = saved
     chain = chain._replace(p0=chain.p0.to(mantissas.dtype))  # of which then all operands are
     call, states = _Call(chain, chain.dtype), torch.empty(numbers.shape, dtype=torch.int64, device="cpu")
     call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
-    call.point(mantissas=mantissas, exponents=exponents, log_norm=walk.log_norm, weight=numbers.contiguous())
+    call.point(mantissas=mantissas, exponents=exponents, log_norm=log_norm, weight=numbers.contiguous())
     call.point(paths=states)
     call.run("draw", call.spans())
     return states
@@ -169,17 +144,13 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
 
 def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     """The best paths int64 [*B, v], see `autograd.best_paths`, and whether sequences hold NaN or +inf."""
-    call, log_norm = _Call(chain, chain.dtype), _norms(chain)
-    states = torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
+    call = _Call(chain, chain.dtype)
+    log_norm, states = call.log_norm(), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     every = chain.v if 4 * chain.v * chain.c <= _POINTERS else math.isqrt(chain.v)
     call.set(every=max(1, every))
-    call.point(paths=states, log_norm=log_norm)
+    call.point(paths=states)
     call.run("best", call.spans())
     return states, log_norm.isnan()
-
-
-def _norms(chain: Structured) -> Tensor:
-    return torch.empty(chain.batch, dtype=torch.float64, device="cpu")
 
 
 class _Call(Pointing):
@@ -229,6 +200,12 @@ class _Call(Pointing):
         """Memory for a number of each state of each variable, in whole vectors."""
         size = -(-self.chain.c // self._lanes) * self._lanes
         return in_large_pages(torch.empty(self.n, self.chain.v, size, dtype=self.dtype, device="cpu"))
+
+    def log_norm(self) -> Tensor:
+        """Memory for the log-partitions, to which the arguments point."""
+        log_norm = torch.empty(self.chain.batch, dtype=torch.float64, device="cpu")
+        self.point(log_norm=log_norm)
+        return log_norm
 
     def states(self) -> Tensor:
         """Memory like x, contiguous, of the chain's dtype."""

@@ -18,7 +18,7 @@ from .. import kernels
 from ..arguments import has_values
 from ..internals import is_mapped, is_transformed
 from ..kernels.numbers import log_weights
-from ..kernels.structured import Gradients, Walk
+from ..kernels.structured import Gradients
 from ..operands import Operands, is_blocks
 from ..rescues import report_chains
 from ..schedules import choose
@@ -55,7 +55,7 @@ def log_norm(operands: Operands, schedule: choose.Schedule | None = None) -> Ten
     if is_blocks(operands.transition.pattern):
         return _of_blocks(operands)
     if not differentiable:
-        return forward(operands, False).log_norm
+        return forward(operands, False)[0]
     value = apply(LogPartition, _Whole(operands.skeleton()), *operands.tensors)
     return value
 
@@ -94,9 +94,9 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
         return saved.log_norm, Gradients(counts[0], (counts[1],), counts[2])
     direct &= operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
     if direct and not again:
-        walk = forward(operands, True)
-        weight = torch.ones_like(walk.log_norm) if weight is None else weight
-        return walk.log_norm, backward(operands, walk, weight, needs, by_log=True)
+        residuals = forward(operands, True)
+        weight = torch.ones_like(residuals[0]) if weight is None else weight
+        return residuals[0], backward(operands, residuals, weight, needs, by_log=True)
     with torch.enable_grad():
         logs = _logarithms(operands)
         value = log_norm(logs)
@@ -227,13 +227,12 @@ class _Whole(NamedTuple):
     skeleton: Operands
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        walk = forward(self.skeleton.of(*tensors), True)
-        return walk.log_norm.clone(), (walk.log_norm, walk.flagged, *walk.kept)  # the caller may change the value
+        saved = forward(self.skeleton.of(*tensors), True)
+        return saved[0].clone(), saved  # the caller may change the value
 
     def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
-        log_norm, flagged, *kept = saved
         wanted = needs[0], any(needs[2:]), needs[1]
-        x, parameters, p0 = backward(self.skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged), grad, wanted)
+        x, parameters, p0 = backward(self.skeleton.of(*tensors), saved, grad, wanted)
         gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
         return tuple(
             one.to(tensor.dtype) if need and one is not None else None
@@ -248,24 +247,23 @@ class _Whole(NamedTuple):
         return value
 
 
-def forward(operands: Operands, keep: bool) -> Walk:
-    """The log-partitions, and if `keep` what `backward` reads."""
+def forward(operands: Operands, keep: bool) -> tuple[Tensor, ...]:
+    """The log-partitions, and if `keep` what `backward` reads; see `kernels.structured.Saved`."""
     if not has_values(operands.x):
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
-        return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
+        return value, torch.empty_like(value, dtype=torch.bool)
     with kernels.arithmetic_on(operands.x), torch.no_grad():
         if operands.packed:
-            log_norm, messages, extra, recomputed = operators.forward(operands, keep)
-            return Walk(log_norm, (messages, extra), recomputed)
+            return operators.forward(operands, keep)
         module = kernels.structured_kernels(operands.x, operands.transition.pattern)
-        walk: Walk | None = None if module is None else module.forward(operands, keep)
-        if walk is None:
+        saved: tuple[Tensor, ...] | None = None if module is None else module.forward(operands, keep)
+        if saved is None:
             value = total(operands.steps()).contiguous()
-            walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
-        elif len(chosen := _chosen(walk.flagged)):
-            walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
-    report_chains(walk.flagged)
-    return walk
+            saved = value, torch.zeros_like(value, dtype=torch.bool)
+        elif len(chosen := _chosen(saved[1])):
+            saved[0].view(-1)[chosen] = total(operands.selected(chosen).steps())
+    report_chains(saved[1])
+    return saved
 
 
 def _chosen(mask: Tensor) -> Tensor:
@@ -273,24 +271,24 @@ def _chosen(mask: Tensor) -> Tensor:
     return mask.flatten().nonzero()[:, 0]
 
 
-def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
+def backward(
+    operands: Operands, saved: Sequence[Tensor], weight: Tensor, needs: Needs, *, by_log: bool = False
+) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
     if not has_values(operands.x):
         x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
         return Gradients(x, tuple(parameters), p0)
     with kernels.arithmetic_on(operands.x):
         if operands.packed:
-            messages, extra = walk.kept
-            saved = Saved(walk.log_norm, messages, extra, walk.flagged)
-            x, bulk, p0 = operators.backward(operands, saved, weight, needs, by_log=by_log)
+            x, bulk, p0 = operators.backward(operands, Saved(*saved), weight, needs, by_log=by_log)
             return Gradients(x, (bulk,), p0)
         module = kernels.structured_kernels(operands.x, operands.transition.pattern)
         gradients: Gradients | None = None
-        if module is not None and walk.kept:
-            gradients = module.backward(operands, walk, weight, needs, by_log=by_log)
+        if module is not None and len(saved) > 2:
+            gradients = module.backward(operands, saved, weight, needs, by_log)
         if gradients is None:
             return gradients_in_logarithms(operands, weight, by_log=by_log)
-        chosen = _chosen(walk.flagged & (weight != 0))
+        chosen = _chosen(saved[1] & (weight != 0))
         if len(chosen):
             part = operands.selected(chosen)
             more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
