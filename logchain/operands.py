@@ -141,11 +141,11 @@ class Operands(Structured):
             return getattr(module, function)(self.detached(), *arguments)
 
 
-def transition_of(bulk: Tensor | Transition) -> Transition:
+def transition_of(bulk: Tensor | Transition, name: str = "bulk") -> Transition:
     """The argument `bulk` as a transition, after a check of its kind; a single matrix [c, c] gets an axis of steps."""
     if isinstance(bulk, Transition):
         return bulk
-    check_tensor("bulk", with_steps(bulk), 3)
+    check_tensor(name, with_steps(bulk), 3)
     return Dense(with_steps(bulk))
 
 
