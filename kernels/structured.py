@@ -17,6 +17,9 @@ COST, COST_OF_ARC = 16, 20
 # that the caller computes in logarithms; and, if they are to be differentiated, other tensors
 Saved = tuple[Tensor, ...]
 
+# those of `Structured.tensors`, in their shapes; None for what is not needed, no entries for unneeded parameters
+Gradients = tuple[Any, ...]
+
 
 class Factor(NamedTuple):
     """One factor of a product of matrices, which maps an axis of rows of states.
@@ -149,11 +152,3 @@ class Structured(NamedTuple):
     def batch(self) -> torch.Size:
         """The batch axes."""
         return self.x.shape[:-2]
-
-
-class Gradients(NamedTuple):
-    """Gradients of x, of the parameters and of p0 in the shapes of these; None for what is not needed."""
-
-    x: Tensor | None
-    parameters: tuple[Tensor, ...] | None
-    p0: Tensor | None

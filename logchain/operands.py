@@ -21,7 +21,7 @@ from .arguments import (
 from .autograd.operator import operator
 from .autograd.scan import Steps
 from .internals import is_exported, is_transformed
-from .kernels import arithmetic_on, exact_kernels
+from .kernels import arithmetic_on
 from .kernels.chain import Chain
 from .kernels.numbers import log_weights
 from .kernels.structured import COST, COST_OF_ARC, Arcs, Durations, Factors, Structured
@@ -80,13 +80,9 @@ class Operands(Structured):
 
     def part(self, start: int, stop: int) -> "Operands":
         """The variables from `start` to before `stop`, and the matrices that lead into these."""
-        pairs = zip(self.transition.parameters, self.transition.own_axes, strict=True)
-        first = max(0, start - 1)
-        parameters = [
-            one if one.shape[-1 - axes] == 1 else one.narrow(-1 - axes, first, stop - 1 - first) for one, axes in pairs
-        ]
+        transition = self.transition.between(max(0, start - 1), stop - 1)
         lengths = None if self.lengths is None else (self.lengths - start).clamp(0, stop - start)
-        return self.of(self.x[..., start:stop, :], self.p0, *parameters)._replace(lengths=lengths)
+        return self._replace(x=self.x[..., start:stop, :], transition=transition, lengths=lengths)
 
     def batch_index(self, tensor: Tensor, chosen: Tensor) -> tuple[Tensor, ...] | None:
         """The indices of chosen sequences along the batch axes of an operand; None if all sequences share it."""
@@ -121,8 +117,9 @@ class Operands(Structured):
     def has_matrices(self) -> bool:
         """Whether values of bands, arcs or durations on a CPU are entries of matrices, and no product underflows."""
         pattern = self.transition.pattern
-        in_c = has_values(self.x) and exact_kernels(self.x, pattern) is not None
-        return in_c and (self.log_params or not isinstance(pattern, Durations))
+        if not has_values(self.x) or not kernels.in_c(self.x) or pattern is None:
+            return False
+        return not isinstance(pattern, Factors) and (self.log_params or not isinstance(pattern, Durations))
 
     def matrices_fit(self, most: int) -> bool:
         """Whether all matrices together have so many entries at most."""
@@ -132,13 +129,14 @@ class Operands(Structured):
         """The operands with dense matrices in place of a structure."""
         return self._replace(transition=Dense(self.transition.to_dense(log_params=self.log_params)))
 
-    def in_c(self, function: str, *arguments: Tensor) -> Any:
-        """The result of a function of the exact scan in C where values are on a CPU; None for structures without it."""
-        module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
-        if module is None:
+    def in_c(self, name: str, *arguments: Any) -> Any:
+        """The result of a function in C of structures where values are on a CPU; None for structures without it."""
+        module = kernels.structured_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
+        function = getattr(module, name, None)
+        if function is None:
             return None
         with arithmetic_on(self.x):
-            return getattr(module, function)(self.detached(), *arguments)
+            return function(self.detached(), *arguments)
 
 
 def transition_of(bulk: Tensor | Transition, name: str = "bulk") -> Transition:

@@ -26,8 +26,6 @@ from .factors import counts, entering, multiply
 from .library import in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
 
-Needs = tuple[bool, bool, bool]
-
 # log 2 as two numbers; products of the first with exponents are exact
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
 
@@ -195,7 +193,7 @@ def forward(chain: Structured, keep: bool) -> Saved:
     return scan.in_batch(scan.log_norm(shift, total)), scan.in_batch(scan.flagged), *kept
 
 
-def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
+def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Sequence[bool], by_log: bool) -> Gradients:
     """The gradients of `sum(weight * log_norm)` over sequences that are not flagged; see `Gradients`.
 
     `by_log`: of logarithms of parameters and p0 even if these are linear.
@@ -209,7 +207,7 @@ def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Needs, by_l
     grad_x = scan.new(n, chain.v, c) if needs[0] else None
     if grad_x is not None and sum(active) < n * chain.v:
         grad_x.zero_()
-    totals = _Counts(scan, by_log=by_log) if needs[1] else None
+    totals = _Counts(scan, by_log=by_log) if any(needs[2:]) else None
     members = max(1, n // max(1, scan.sets))
     together = min(_STEPS, max(1, _ROWS // members)) if totals and scan.weights.one_step else 1
     memory, last = scan.new(together * n * c), len(active) - 1
@@ -231,11 +229,9 @@ def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Needs, by_l
     source = memory[: n * c].view(n, c)
     if active:
         scan.backward_step(0, n, sums, source, grad_x)
-    return Gradients(
-        None if grad_x is None else grad_x.view(*chain.batch, chain.v, c),
-        None if totals is None else totals.gradients(),
-        _gradient_of_p0(scan, source, by_log=by_log) if needs[2] else None,
-    )
+    grad_x = None if grad_x is None else grad_x.view(*chain.batch, chain.v, c)
+    grad_p0 = _gradient_of_p0(scan, source, by_log=by_log) if needs[1] else None
+    return grad_x, grad_p0, *(() if totals is None else totals.gradients())
 
 
 def _gradient_of_p0(scan: Scan, source: Tensor, *, by_log: bool) -> Tensor:

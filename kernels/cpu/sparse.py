@@ -20,7 +20,6 @@ from ..structured import COST, Arcs, Durations, Gradients, Saved, Structured
 from .arguments import Pointing, fields, function, places, run, shared
 from .library import in_large_pages
 
-Needs = tuple[bool, bool, bool]
 _Result = TypeVar("_Result")
 
 # arcs in a row of a slice; a state with more has several rows
@@ -83,7 +82,7 @@ forward = _or_wider(_forward)
 
 
 @_or_wider
-def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Needs, by_log: bool) -> Gradients | None:
+def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Sequence[bool], by_log: bool) -> Gradients | None:
     """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
     if saved[2].dtype != call.dtype:  # messages in float64 are those of a chain that needs them
         messages = _forward(call, True) if call.dtype == torch.float64 else None
@@ -95,17 +94,19 @@ def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Needs, by_log: 
     call.point(weight=weight.double().expand(chain.batch).resolve_neg().contiguous())
     call.set(by_log=by_log)
     grad_x = call.states() if needs[0] else None
-    grad_p0 = torch.empty(*chain.batch, chain.c, dtype=torch.float64, device="cpu") if needs[2] else None
+    grad_p0 = torch.empty(*chain.batch, chain.c, dtype=torch.float64, device="cpu") if needs[1] else None
     call.point(grad_x=grad_x, grad_p0=grad_p0)
-    counted = needs[1] and call.parameter.numel() > 0
+    counted = any(needs[2:]) and call.parameter.numel() > 0
     # copies of gradients of each step take no more memory than the messages
     most = None if call.one else max(1, call.n * chain.c // max(1, call.entries))
     spans = call.spans(whole_sets=counted, most=most)
     counts = call.sums(len(spans) if counted else 1)
     if call.run("backward", spans, "counts" if call.one else "grad_weights", counts if counted else []):
         return None
-    values = chain.transition.from_pattern((counts[0].to(chain.dtype),)) if needs[1] else None
-    return Gradients(grad_x, values, None if grad_p0 is None else grad_p0.sum_to_size(chain.p0.shape).to(chain.dtype))
+    grad_p0 = None if grad_p0 is None else grad_p0.sum_to_size(chain.p0.shape).to(chain.dtype)
+    if not any(needs[2:]):
+        return grad_x, grad_p0
+    return grad_x, grad_p0, *chain.transition.from_pattern((counts[0].to(chain.dtype),))
 
 
 def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:

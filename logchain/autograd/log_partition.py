@@ -9,6 +9,7 @@ scan.
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,13 +76,13 @@ def _of_blocks(operands: Operands) -> Tensor:
 
 
 def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, Gradients]:
-    """The log-partition [*B] in float64, and the expected counts of states, parameters and first states.
+    """The log-partition [*B] in float64, and the expected counts of states, first states and parameters.
 
-    They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of
-    parameters and p0, of the dtype of the arithmetic, and differentiable once.
+    They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of p0 and
+    parameters, of the dtype of the arithmetic, and differentiable once.
     """
     cheapest = operands.cheapest()
-    if not needs[1]:
+    if not any(needs[2:]):
         operands = cheapest
     operands, direct = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors)), operands is cheapest
     again = differentiated(*operands.tensors)
@@ -90,8 +91,11 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
         schedule = choose.of(x, bulk, p0, lengths is not None)
         saved = Saved(*operators.log_norm(*dense, True, *schedule))
         weight = torch.ones_like(saved.log_norm) if weight is None else weight
-        counts = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, True, *needs, *schedule)
-        return saved.log_norm, Gradients(counts[0], (counts[1],), counts[2])
+        by_operand = needs[0], needs[2], needs[1]
+        states, counts, starts = operators.log_norm_backward(
+            weight, *dense[:4], *saved, log_params, True, *by_operand, *schedule
+        )
+        return saved.log_norm, (states, starts, counts)
     direct &= operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
     if direct and not again:
         residuals = forward(operands, True)
@@ -102,8 +106,7 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
         value = log_norm(logs)
         weight = torch.ones_like(value) if weight is None else weight
         gradients = torch.autograd.grad(value, logs.tensors, weight, create_graph=again, materialize_grads=True)
-    x, p0, *parameters = gradients
-    return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
+    return value if again else value.detach(), gradients
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
@@ -231,12 +234,10 @@ class _Whole(NamedTuple):
         return saved[0].clone(), saved  # the caller may change the value
 
     def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
-        wanted = needs[0], any(needs[2:]), needs[1]
-        x, parameters, p0 = backward(self.skeleton.of(*tensors), saved, grad, wanted)
-        gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
+        gradients = backward(self.skeleton.of(*tensors), saved, grad, needs)
         return tuple(
             one.to(tensor.dtype) if need and one is not None else None
-            for one, tensor, need in zip(gradients, tensors, needs, strict=True)
+            for one, tensor, need in zip_longest(gradients, tensors, needs)
         )
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
@@ -255,8 +256,7 @@ def forward(operands: Operands, keep: bool) -> tuple[Tensor, ...]:
     with kernels.arithmetic_on(operands.x), torch.no_grad():
         if operands.packed:
             return operators.forward(operands, keep)
-        module = kernels.structured_kernels(operands.x, operands.transition.pattern)
-        saved: tuple[Tensor, ...] | None = None if module is None else module.forward(operands, keep)
+        saved: tuple[Tensor, ...] | None = operands.in_c("forward", keep)
         if saved is None:
             value = total(operands.steps()).contiguous()
             saved = value, torch.zeros_like(value, dtype=torch.bool)
@@ -274,18 +274,17 @@ def _chosen(mask: Tensor) -> Tensor:
 def backward(
     operands: Operands, saved: Sequence[Tensor], weight: Tensor, needs: Needs, *, by_log: bool = False
 ) -> Gradients:
-    """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+    """The gradients of `sum(weight * log_norm)`; those of parameters are missing if none is needed."""
     if not has_values(operands.x):
-        x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
-        return Gradients(x, tuple(parameters), p0)
+        return tuple(one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
     with kernels.arithmetic_on(operands.x):
         if operands.packed:
-            x, bulk, p0 = operators.backward(operands, Saved(*saved), weight, needs, by_log=by_log)
-            return Gradients(x, (bulk,), p0)
-        module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+            by_operand = needs[0], needs[2], needs[1]
+            x, bulk, p0 = operators.backward(operands, Saved(*saved), weight, by_operand, by_log=by_log)
+            return x, p0, bulk
         gradients: Gradients | None = None
-        if module is not None and len(saved) > 2:
-            gradients = module.backward(operands, saved, weight, needs, by_log)
+        if len(saved) > 2:
+            gradients = operands.in_c("backward", saved, weight, needs, by_log)
         if gradients is None:
             return gradients_in_logarithms(operands, weight, by_log=by_log)
         chosen = _chosen(saved[1] & (weight != 0))
@@ -298,8 +297,7 @@ def backward(
 
 def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
     """Add the gradients of the chosen sequences to those of all."""
-    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
-    for into, part in zip(totals, parts, strict=False):
+    for into, part in zip(gradients, more, strict=False):
         if into is not None and part is not None:
             index = operands.batch_index(into, chosen)
             _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))

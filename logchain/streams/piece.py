@@ -45,7 +45,7 @@ class Piece:
 
     def part(self, start: int, stop: int) -> "Piece":
         """The piece of the variables from `start` to before `stop`."""
-        x, transition = self.x[..., start:stop, :], steps_between(self.transition, start, stop)
+        x, transition = self.x[..., start:stop, :], self.transition.between(start, stop)
         counts = None if self.counts is None else (self.counts - start).clamp(0, stop - start)
         going, starting = self.going or start > 0, self.starting and start == 0
         return replace(self, x=x, transition=transition, counts=counts, going=going, starting=starting)
@@ -266,13 +266,6 @@ def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     columns = zip(transition.parameters, transition.own_axes, strict=True)
     logs = [log_weights(one, log_params, torch.float64)[(None,) * (lead + own - one.dim())] for one, own in columns]
     return transition.with_parameters(*logs)
-
-
-def steps_between(transition: Transition, start: int, stop: int) -> Transition:
-    """The transition of the steps from `start` to before `stop`; one for all steps as it is."""
-    pairs, size = zip(transition.parameters, transition.leads, strict=True), stop - start
-    parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
-    return transition.with_parameters(*parts)
 
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:
