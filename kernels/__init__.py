@@ -22,7 +22,7 @@ from .structured import Arcs, Durations, Factors
 # modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
 _ON_GPU = {name: OnDevice(name) for name in ("forward", "backward", "viterbi", "matmul", "product")}
 _STRUCTURES = {Factors: "cpu.products", **dict.fromkeys((tuple, Arcs, Durations), "cpu.sparse")}
-_DENSE = ("forward", "backward", "viterbi", "topk_paths", "sample")
+_DENSE = ("forward", "backward", "viterbi", "sample")
 
 _NO_CONTEXT = nullcontext()
 

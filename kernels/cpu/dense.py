@@ -161,7 +161,7 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
 def paths(chain: Chain, k: int | None = None) -> tuple[Tensor, Tensor]:
     """The states (g, m, v) of the best paths, or (g, m, k, v) of the k best, and `unknown` sequences (g, m).
 
-    See `kernels.plain.viterbi` and `kernels.plain.topk_paths`.
+    See `kernels.plain.viterbi`.
     """
     ranks, steps = 1 if k is None else k, len(chain.x)
     grid = (chain.g, chain.m) if chain.starts is None else ()
