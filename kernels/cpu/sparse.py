@@ -59,16 +59,17 @@ def _or_wider(function: Callable[..., _Result | None]) -> Callable[..., _Result 
     """The function of a chain in place of a call: in the dtype of the chain, or, if that returns None, in float64."""
 
     @wraps(function)
-    def compute(chain: Structured, *arguments: Any, **options: Any) -> _Result | None:
-        result = function(_Call(chain, chain.dtype), *arguments, **options)
+    def compute(chain: Structured, *arguments: Any) -> _Result | None:
+        result = function(_Call(chain, chain.dtype), *arguments)
         if result is None and chain.dtype != torch.float64:
-            result = function(_Call(chain, torch.float64), *arguments, **options)
+            result = function(_Call(chain, torch.float64), *arguments)
         return result
 
     return compute
 
 
 def _forward(call: "_Call", keep: bool) -> Saved | None:
+    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step."""
     kept: Saved = ()
     if keep:
         kept = call.numbers(), call.numbers(), torch.empty(call.n, call.chain.v, dtype=torch.float64, device="cpu")
@@ -169,8 +170,7 @@ class _Call(Pointing):
         (parameter,), batch, pattern = chain.parameters, chain.batch, chain.transition.pattern
         self.chain, self.dtype, self.n, self._of_operands = chain, dtype, batch.numel(), chain.dtype
         # the memory of a negative view holds other numbers
-        operands = (one.to(self._of_operands).resolve_neg() for one in (chain.x, parameter, chain.p0))
-        x, parameter, p0 = operands
+        x, parameter, p0 = (one.to(self._of_operands).resolve_neg() for one in (chain.x, parameter, chain.p0))
         x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
         self.parameter, self._lanes = parameter, int(function("lanes", dtype)())
         own, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
