@@ -21,7 +21,8 @@ from .structured import Arcs, Durations, Factors
 
 # modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
 _ON_GPU = {name: OnDevice(name) for name in ("forward", "backward", "viterbi", "matmul", "product")}
-_DENSE = ("forward", "backward", "viterbi", "topk_paths", "sample")
+_STRUCTURES = {Factors: "cpu.products", **dict.fromkeys((tuple, Arcs, Durations), "cpu.sparse")}
+_DENSE = ("forward", "backward", "viterbi", "sample")
 
 _NO_CONTEXT = nullcontext()
 
@@ -97,10 +98,6 @@ def in_large_pages(tensor: Tensor) -> Tensor:
 
 
 def structured_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
-    """The module of `forward` and `backward` of structures in C; None for others, and on other devices."""
-    return load("cpu.products") if in_c(x) and isinstance(pattern, Factors) else exact_kernels(x, pattern)
-
-
-def exact_kernels(x: Tensor, pattern: Any) -> ModuleType | None:
-    """The module of the exact scan of bands, arcs and durations in C; None for others, and on other devices."""
-    return load("cpu.sparse") if in_c(x) and type(pattern) in (tuple, Arcs, Durations) else None
+    """The module in C for structures of a pattern; None for others, and on other devices."""
+    name = _STRUCTURES.get(type(pattern))
+    return load(name) if name and in_c(x) else None

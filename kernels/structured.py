@@ -1,7 +1,7 @@
 """A batch of chains whose transition matrices have fewer parameters than they have entries.
 
-`forward` and `backward` take a `Structured`; what `forward` returns for `backward` is a `Walk`. Sequences lie in the
-order of the batch, and operands are read in place: one that sequences share has stride 0 along their axis.
+`forward` and `backward` take a `Structured`. Sequences lie in the order of the batch, and operands are read in place:
+one that sequences share has stride 0 along their axis.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +12,13 @@ from torch import Tensor
 
 # the multiply-adds of a dense chain that take as long on a CPU as one state of one band, and as one arc
 COST, COST_OF_ARC = 16, 20
+
+# the results of `forward`, which `backward` reads: log-partitions [*B] in float64; which sequences underflowed [*B],
+# that the caller computes in logarithms; and, if they are to be differentiated, other tensors
+Saved = tuple[Tensor, ...]
+
+# those of `Structured.tensors`, in their shapes; None for what is not needed, no entries for unneeded parameters
+Gradients = tuple[Any, ...]
 
 
 class Factor(NamedTuple):
@@ -91,31 +98,45 @@ class Arcs:
         return Arcs, (self.source, self.target)
 
 
-@dataclass(frozen=True)
-class Structured:
-    """The operands of chains of v steps and c states, with batch axes *B.
+class Structured(NamedTuple):
+    """The operands of a batch of chains of v steps and c states, with batch axes *B.
 
     Attributes:
         x: log-potentials [*B, v, c].
-        parameters: tensors [*B or ones, s, *own], s = v - 1 or 1 for the same at all steps; all batch axes are there.
+        transition: the `logchain.transitions.Transition`. Its parameters are [*B or ones, s, *own], s = v - 1 or 1 for
+            the same at all steps; all batch axes are there. Its `pattern` is where they are in matrices. For bands the
+            offsets, a tuple of integers: parameter (bands, c), of which `values[band, j]` is the weight from state
+            j - offset to j, and is ignored where no state is. `Arcs` for a parameter (arcs). `Durations` for one of
+            segments. `Factors` for a product. None for any other structure.
         p0: initial weights [*B or ones, c].
-        pattern: where the parameters stand. For bands the offsets, a tuple of integers: parameter (bands, c), of which
-            `values[band, j]` is the weight from state j - offset to j, and is ignored where no state is. `Arcs` for a
-            parameter (arcs). `Durations` for one of segments. `Factors` for a product. None for any other structure.
-        ends: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
+        lengths: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
         log_params: whether parameters and `p0` are logarithms.
-        dtype: the dtype of the arithmetic, float32 or float64.
-        by_log: whether gradients are with respect to logarithms of parameters and `p0` even if these are linear.
+        packed: the `logchain.chain.Chain` of packed sequences that kernels of dense matrices read in place, with x
+            [total, c] and lengths (n); otherwise None.
     """
 
     x: Tensor
-    parameters: tuple[Tensor, ...]
+    transition: Any
     p0: Tensor
-    pattern: Any
-    ends: Tensor | None
+    lengths: Tensor | None
     log_params: bool
-    dtype: torch.dtype
-    by_log: bool = False
+    packed: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that may need gradients: x, p0, and the parameters."""
+        return self.x, self.p0, *self.transition.parameters
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters in the order of the transition's pattern."""
+        values: tuple[Tensor, ...] = self.transition.to_pattern(self.transition.parameters)
+        return values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
+        return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
     @property
     def v(self) -> int:
@@ -131,23 +152,3 @@ class Structured:
     def batch(self) -> torch.Size:
         """The batch axes."""
         return self.x.shape[:-2]
-
-
-class Walk(NamedTuple):
-    """The results of `forward`.
-
-    `log_norm` [*B], float64: log-partitions. `kept`: tensors that `backward` reads, if wanted. `flagged` [*B], bool:
-    sequences that underflowed, which the caller computes in logarithms.
-    """
-
-    log_norm: Tensor
-    kept: tuple[Tensor, ...]
-    flagged: Tensor
-
-
-class Gradients(NamedTuple):
-    """Gradients of x, of the parameters and of p0 in the shapes of these; None for what is not needed."""
-
-    x: Tensor | None
-    parameters: tuple[Tensor, ...] | None
-    p0: Tensor | None

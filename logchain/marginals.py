@@ -104,6 +104,6 @@ def _of_batch(
             for parameter, own in zip(structure.parameters, structure.own_axes, strict=True)
         ]
         operands = operands.of(operands.x, operands.p0, *parameters)
-    value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
-    assert states is not None
-    return value.to(operands.dtype, copy=True), states, counts if transitions and counts else ()
+    needs = True, False, *(transitions is not None for _ in operands.transition.parameters)
+    value, (states, _, *counts) = posteriors(operands, needs)
+    return value.to(operands.dtype, copy=True), states, tuple(counts) if transitions else ()

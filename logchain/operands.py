@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .arguments import (
 from .autograd.operator import operator
 from .autograd.scan import Steps
 from .internals import is_exported, is_transformed
-from .kernels import arithmetic_on, exact_kernels
+from .kernels import arithmetic_on
 from .kernels.chain import Chain
 from .kernels.numbers import log_weights
 from .kernels.structured import COST, COST_OF_ARC, Arcs, Durations, Factors, Structured
@@ -34,28 +34,10 @@ from .transitions.dense import Dense
 _STATES, _READS = 32, 4
 
 
-class Operands(NamedTuple):
-    """Checked operands, those of structures with all batch axes; `lengths` is int64 [*B] or None.
+class Operands(Structured):
+    """Checked operands, those of structures with all batch axes."""
 
-    For packed sequences that kernels read in place, x is [total, c], `lengths` (n), and `packed` the `Chain`.
-    """
-
-    x: Tensor
     transition: Transition
-    p0: Tensor
-    lengths: Tensor | None
-    log_params: bool
-    packed: Any = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that may need gradients: x, p0, and the parameters."""
-        return self.x, self.p0, *self.transition.parameters
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
-        return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
 
     @property
     def is_dense(self) -> bool:
@@ -81,13 +63,6 @@ class Operands(NamedTuple):
         lengths = None if self.lengths is None else self.lengths.clone()
         return self._replace(x=no_tensor, transition=self.transition.with_parameters(), p0=no_tensor, lengths=lengths)
 
-    def chain(self, *, by_log: bool = False) -> Structured:
-        """The operands as kernels take them; see `Structured.by_log`."""
-        x, p0, *values = self.detached().tensors
-        parameters, pattern = self.transition.to_pattern(tuple(values)), self.transition.pattern
-        ends = None if self.lengths is None else self.lengths.contiguous()
-        return Structured(x, parameters, p0, pattern, ends, self.log_params, self.dtype, by_log)
-
     def dense_chain(self, *, by_log: bool = False) -> Chain:
         """The operands with dense matrices as kernels take them; see `kernels.chain.Chain.of`."""
         starts = self.packed.starts if self.packed else None
@@ -105,13 +80,9 @@ class Operands(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Operands":
         """The variables from `start` to before `stop`, and the matrices that lead into these."""
-        pairs = zip(self.transition.parameters, self.transition.own_axes, strict=True)
-        first = max(0, start - 1)
-        parameters = [
-            one if one.shape[-1 - axes] == 1 else one.narrow(-1 - axes, first, stop - 1 - first) for one, axes in pairs
-        ]
+        transition = self.transition.between(max(0, start - 1), stop - 1)
         lengths = None if self.lengths is None else (self.lengths - start).clamp(0, stop - start)
-        return self.of(self.x[..., start:stop, :], self.p0, *parameters)._replace(lengths=lengths)
+        return self._replace(x=self.x[..., start:stop, :], transition=transition, lengths=lengths)
 
     def batch_index(self, tensor: Tensor, chosen: Tensor) -> tuple[Tensor, ...] | None:
         """The indices of chosen sequences along the batch axes of an operand; None if all sequences share it."""
@@ -146,8 +117,9 @@ class Operands(NamedTuple):
     def has_matrices(self) -> bool:
         """Whether values of bands, arcs or durations on a CPU are entries of matrices, and no product underflows."""
         pattern = self.transition.pattern
-        in_c = has_values(self.x) and exact_kernels(self.x, pattern) is not None
-        return in_c and (self.log_params or not isinstance(pattern, Durations))
+        if not has_values(self.x) or not kernels.in_c(self.x) or pattern is None:
+            return False
+        return not isinstance(pattern, Factors) and (self.log_params or not isinstance(pattern, Durations))
 
     def matrices_fit(self, most: int) -> bool:
         """Whether all matrices together have so many entries at most."""
@@ -157,20 +129,21 @@ class Operands(NamedTuple):
         """The operands with dense matrices in place of a structure."""
         return self._replace(transition=Dense(self.transition.to_dense(log_params=self.log_params)))
 
-    def in_c(self, function: str, *arguments: Tensor) -> Any:
-        """The result of a function of the exact scan in C where values are on a CPU; None for structures without it."""
-        module = exact_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
-        if module is None:
+    def in_c(self, name: str, *arguments: Any) -> Any:
+        """The result of a function in C of structures where values are on a CPU; None for structures without it."""
+        module = kernels.structured_kernels(self.x, self.transition.pattern) if has_values(self.x) else None
+        function = getattr(module, name, None)
+        if function is None:
             return None
         with arithmetic_on(self.x):
-            return getattr(module, function)(self.chain(), *arguments)
+            return function(self.detached(), *arguments)
 
 
-def transition_of(bulk: Tensor | Transition) -> Transition:
+def transition_of(bulk: Tensor | Transition, name: str = "bulk") -> Transition:
     """The argument `bulk` as a transition, after a check of its kind; a single matrix [c, c] gets an axis of steps."""
     if isinstance(bulk, Transition):
         return bulk
-    check_tensor("bulk", with_steps(bulk), 3)
+    check_tensor(name, with_steps(bulk), 3)
     return Dense(with_steps(bulk))
 
 

@@ -41,8 +41,9 @@ class Stream:
     one forward message is stored, in float64. `logchain.filtered` is one call for a whole chain.
 
     Args:
-        bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, or structure of `logchain.transitions` for
-            every step; None where each update brings its own. Leading axes may be of size 1 or left out.
+        bulk: one transition matrix `[*B or ones, 1, c, c]` or `[c, c]`, `[from, to]`, or structure of
+            `logchain.transitions` for every step; None where each update brings its own. Leading axes may be of size 1
+            or left out.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).

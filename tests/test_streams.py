@@ -51,6 +51,16 @@ def test_results_have_the_dtype_of_the_stream(dtype):
     assert found.log_norm.dtype == found.filtered.dtype == stream.filtered.dtype == stream.log_norm.dtype == dtype
 
 
+def test_matrix_without_axis_of_steps_serves_every_step():
+    x, bulk, p0, _ = FAMILIES["dense"](F32, n=2, each=False)
+    matrix = bulk.reshape(-1, *bulk.shape[-2:])[0]
+    for own, given in ((True, False), (False, True)):
+        updates = [
+            Stream(one if own else None, p0, lag=1).update(x, one if given else None) for one in (matrix, matrix[None])
+        ]
+        assert all(a is b or torch.equal(a, b) for a, b in zip(*updates, strict=True))
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_one_matrix_for_each_piece(lag):
     """bulk_piece may have one matrix for all its steps, another one in each piece."""

@@ -158,12 +158,13 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     call.run("sample", shared(places, work))
 
 
-def paths(chain: Chain, steps: int, k: int | None = None) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) of the best paths, or (g, m, k, steps) of the k best, and `unknown` sequences (g, m).
+def paths(chain: Chain, k: int | None = None) -> tuple[Tensor, Tensor]:
+    """The states (g, m, v) of the best paths, or (g, m, k, v) of the k best, and `unknown` sequences (g, m).
 
-    See `kernels.plain.viterbi` and `kernels.plain.topk_paths`.
+    See `kernels.plain.viterbi`.
     """
-    ranks, grid = 1 if k is None else k, (chain.g, chain.m) if chain.starts is None else ()
+    ranks, steps = 1 if k is None else k, len(chain.x)
+    grid = (chain.g, chain.m) if chain.starts is None else ()
     unknown = _per_sequence(chain, dtype=torch.uint8)
     states = torch.empty(*grid, ranks, steps, dtype=torch.int64, device="cpu")
     call = Call(chain)

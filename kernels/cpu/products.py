@@ -19,14 +19,12 @@ from torch import Tensor
 
 from ..chain import Layout
 from ..numbers import exact_sum
-from ..structured import Gradients, Structured, Walk
+from ..structured import Gradients, Saved, Structured
 from . import team
 from .arguments import Pointing, copies, fields, function, places, shared
 from .factors import counts, entering, multiply
 from .library import in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
-
-Needs = tuple[bool, bool, bool]
 
 # log 2 as two numbers; products of the first with exponents are exact
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
@@ -61,11 +59,11 @@ class Scan(Pointing):
     """
 
     def __init__(self, chain: Structured, kept: Sequence[Tensor] | None = None, *, keep: bool = True) -> None:
-        self.chain, device = chain, chain.x.device
+        self.chain, self.dtype, device = chain, chain.dtype, chain.x.device
         self.layout = Layout.of_parameters(chain.batch, chain.parameters)
         self.weights, self.sets, self.n = Weights(chain, self.layout), self.layout.grid[0], math.prod(self.layout.grid)
         order = self.layout.grouped(torch.arange(self.n, device=device).view(chain.batch)).flatten()
-        ends = torch.full_like(order, chain.v) if chain.ends is None else chain.ends.reshape(-1)[order]
+        ends = torch.full_like(order, chain.v) if chain.lengths is None else chain.lengths.reshape(-1)[order]
         if self.sets == 1:
             ends, index = ends.sort(descending=True, stable=True)
             order = order[index]
@@ -78,13 +76,13 @@ class Scan(Pointing):
         self.state, self.tops, self.powers = kept
         self.flagged, self.live = (torch.zeros(self.n, dtype=torch.bool, device=device) for _ in range(2))
         self.weight, self.inverse = (torch.zeros(self.n, dtype=torch.float64, device=device) for _ in range(2))
-        self.floor, self.scale = 2.0 ** (TOP[chain.dtype] - self.weights.depth), 2.0**self.weights.spare
+        self.floor, self.scale = 2.0 ** (TOP[self.dtype] - self.weights.depth), 2.0**self.weights.spare
         self._calls = self._arguments()
 
     def _arguments(self) -> Any:
         """The arguments of each thread."""
         chain, n, c, state = self.chain, self.n, self.chain.c, self.state
-        x = chain.x.to(chain.dtype).resolve_neg()
+        x = chain.x.to(self.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), slot=state.stride(0)), {}
         self.arguments.floor, self.arguments.scale = self.floor, self.scale
@@ -97,11 +95,11 @@ class Scan(Pointing):
 
     def new(self, *shape: int) -> Tensor:
         """Uninitialized memory of the dtype of the arithmetic."""
-        return in_large_pages(self.chain.x.new_empty(shape, dtype=self.chain.dtype))
+        return in_large_pages(self.chain.x.new_empty(shape, dtype=self.dtype))
 
     def _slots(self, count: int) -> Tensor:
         """Memory of messages (count, n, c), aligned to 64 bytes each: products then do not depend on which it is."""
-        lanes, size = 64 // self.chain.dtype.itemsize, self.n * self.chain.c
+        lanes, size = 64 // self.dtype.itemsize, self.n * self.chain.c
         return self.new(count, -(-size // lanes) * lanes)[:, :size].view(count, self.n, self.chain.c)
 
     def rows(self, values: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ class Scan(Pointing):
 
     def matrices(self, step: int) -> tuple[list[Tensor], Tensor | None]:
         """The matrices of the factors into a step, and the diagonal (c) or (sets, 1, c)."""
-        weights, pattern = self.weights.at(step), self.chain.pattern
+        weights, pattern = self.weights.at(step), self.weights.pattern
         weights = [weight[0] for weight in weights] if self.sets == 1 else weights
         diagonal = None if not pattern.diagonal else weights[-1] if self.sets == 1 else weights[-1][:, None]
         factors = zip(weights, pattern.factors, strict=False)
@@ -134,7 +132,7 @@ class Scan(Pointing):
 
     def start(self) -> tuple[Tensor, Tensor]:
         """p0 (n, c) with a largest entry of 2^(TOP - 1) to 2^TOP, and the logarithm of what it was divided by (n)."""
-        values, dtype, log = self.chain.p0.double(), self.chain.dtype, self.chain.log_params
+        values, dtype, log = self.chain.p0.double(), self.dtype, self.chain.log_params
         scale = exponent(values.amax(-1), log=log)
         scale = scale.masked_fill(scale == -math.inf, 0.0)
         weights = linear(values, scale, log=log) * 2.0 ** TOP[dtype]
@@ -158,7 +156,7 @@ class Scan(Pointing):
         for arguments in self._calls:
             for name, value in values.items():
                 setattr(arguments, name, value)
-        loop, calls = function("weigh", self.chain.dtype), self._calls
+        loop, calls = function("weigh", self.dtype), self._calls
         _ = loop(calls) if len(calls) == 1 else team.calls(loop, calls)
 
     def log_norm(self, shift: Tensor, total: Tensor) -> Tensor:
@@ -169,16 +167,17 @@ class Scan(Pointing):
         shifts = torch.cat([shifts, shift[None]])
         rest, exponents = torch.frexp(total)
         exponents = exponents.double() + steps - torch.frexp(self.powers[:steps]).exponent.sum(0)
-        exponents = exponents - TOP[self.chain.dtype]
+        exponents = exponents - TOP[self.dtype]
         if not self.chain.log_params:
             exponents, shifts = exponents + shifts.sum(0), shifts[:0]
         parts = torch.stack([exponents * _LN2_HIGH, exponents * _LN2_LOW, rest.log()])
         return torch.stack(exact_sum(torch.cat([self.tops[:steps].double(), shifts, parts]))).sum(0)
 
 
-def forward(chain: Structured, keep: bool) -> Walk:
+def forward(chain: Structured, keep: bool) -> Saved:
     """The log-partitions, and what `backward` reads: S and the tables."""
-    scan, factors, guard = Scan(chain, keep=keep), chain.pattern.factors, GUARD[chain.dtype]
+    scan = Scan(chain, keep=keep)
+    factors, guard = scan.weights.pattern.factors, GUARD[scan.dtype]
     total, stops = torch.zeros_like(scan.inverse), set(scan.ends.tolist())
     sums, shift = scan.start()
     for step, count in enumerate(scan.active):
@@ -191,21 +190,24 @@ def forward(chain: Structured, keep: bool) -> Walk:
             total[ended] = scan.state[step % len(scan.state)][ended].sum(-1, dtype=torch.float64)
     scan.flagged |= (total != 0) & ~((total >= scan.floor * 2.0**guard) & total.isfinite())
     kept = (scan.state, scan.tops, scan.powers) if keep else ()
-    return Walk(scan.in_batch(scan.log_norm(shift, total)), kept, scan.in_batch(scan.flagged))
+    return scan.in_batch(scan.log_norm(shift, total)), scan.in_batch(scan.flagged), *kept
 
 
-def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs) -> Gradients:
-    """The gradients of `sum(weight * log_norm)` over sequences that are not flagged; see `Gradients`."""
-    scan = Scan(chain, walk.kept)
-    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), walk.log_norm, walk.flagged))
+def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Sequence[bool], by_log: bool) -> Gradients:
+    """The gradients of `sum(weight * log_norm)` over sequences that are not flagged; see `Gradients`.
+
+    `by_log`: of logarithms of parameters and p0 even if these are linear.
+    """
+    scan = Scan(chain, saved[2:])
+    weight, log_norm, flagged = (scan.rows(tensor) for tensor in (weight.double(), *saved[:2]))
     scan.live.copy_((weight != 0) & (log_norm != -math.inf) & ~flagged)
     scan.weight.copy_(weight.masked_fill(~scan.live, 0.0))
     n, c, active, sums = scan.n, chain.c, scan.active, None
-    reverse = [factor.reverse for factor in reversed(chain.pattern.factors)]
+    reverse = [factor.reverse for factor in reversed(scan.weights.pattern.factors)]
     grad_x = scan.new(n, chain.v, c) if needs[0] else None
     if grad_x is not None and sum(active) < n * chain.v:
         grad_x.zero_()
-    totals = _Counts(scan) if needs[1] else None
+    totals = _Counts(scan, by_log=by_log) if any(needs[2:]) else None
     members = max(1, n // max(1, scan.sets))
     together = min(_STEPS, max(1, _ROWS // members)) if totals and scan.weights.one_step else 1
     memory, last = scan.new(together * n * c), len(active) - 1
@@ -227,27 +229,26 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: Needs) -> Gra
     source = memory[: n * c].view(n, c)
     if active:
         scan.backward_step(0, n, sums, source, grad_x)
-    return Gradients(
-        None if grad_x is None else grad_x.view(*chain.batch, chain.v, c),
-        None if totals is None else totals.gradients(),
-        _gradient_of_p0(scan, source) if needs[2] else None,
-    )
+    grad_x = None if grad_x is None else grad_x.view(*chain.batch, chain.v, c)
+    grad_p0 = _gradient_of_p0(scan, source, by_log=by_log) if needs[1] else None
+    return grad_x, grad_p0, *(() if totals is None else totals.gradients())
 
 
-def _gradient_of_p0(scan: Scan, source: Tensor) -> Tensor:
+def _gradient_of_p0(scan: Scan, source: Tensor, *, by_log: bool) -> Tensor:
     """The gradient of p0, or of its logarithm, from S B of the first step; exactly 0 at weight 0."""
     chain, products = scan.chain, source.double() * (scan.inverse * scan.weight)[:, None]
     products = scan.in_batch(products.masked_fill_(source == 0, 0.0))
-    if not (chain.log_params or chain.by_log):
+    if not (chain.log_params or by_log):
         products = (products / chain.p0.double()).masked_fill(products == 0, 0.0)
-    return products.sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
+    return products.sum_to_size(chain.p0.shape).to(scan.dtype).contiguous()
 
 
 class _Counts:
     """The gradients of the parameters: sums over rows of products of what enters and what leaves each factor."""
 
-    def __init__(self, scan: Scan) -> None:
-        self.scan, dtype, weight = scan, scan.chain.dtype, scan.weight[scan.weight != 0]
+    def __init__(self, scan: Scan, *, by_log: bool) -> None:
+        self.by_log = by_log
+        self.scan, dtype, weight = scan, scan.dtype, scan.weight[scan.weight != 0]
         dtypes = [torch.float64 if len(values) < 2 else dtype for values in scan.weights.values]
         self.totals = [
             torch.zeros_like(values, dtype=wide) for values, wide in zip(scan.weights.values, dtypes, strict=True)
@@ -263,7 +264,7 @@ class _Counts:
 
         `between`: for all factors but the last, at each step.
         """
-        scan, pattern, (length, count, _) = self.scan, self.scan.chain.pattern, sources.shape
+        scan, pattern, (length, count, _) = self.scan, self.scan.weights.pattern, sources.shape
         rows, last = (scan.of_steps(one) for one in (scan.state[first - 1 : first - 1 + length, :count], sources))
         if self.shares is not None:
             rows = rows * scan.of_steps(self.shares[:count, None].repeat(length, 1, 1))
@@ -277,7 +278,7 @@ class _Counts:
         for place, (total, part) in enumerate(zip(self.totals, sums, strict=True)):
             part = part[None] if scan.sets == 1 else part if total.shape[1] > 1 else part.sum(0, keepdim=True)
             if len(total) > 1:
-                total[first - 1] = scan.weights.gradient(place, first, part, self.factor)
+                total[first - 1] = scan.weights.gradient(place, first, part, self.factor, by_log=self.by_log)
             else:
                 total += part
 
@@ -286,6 +287,6 @@ class _Counts:
         gradients = []
         for place, (total, parameter) in enumerate(zip(self.totals, self.scan.chain.parameters, strict=True)):
             if len(total) == 1:
-                total = self.scan.weights.gradient(place, 1, total[0], self.factor)[None]
-            gradients.append(self.scan.layout.as_parameter(total, parameter.shape).to(self.scan.chain.dtype))
+                total = self.scan.weights.gradient(place, 1, total[0], self.factor, by_log=self.by_log)[None]
+            gradients.append(self.scan.layout.as_parameter(total, parameter.shape).to(self.scan.dtype))
         return tuple(gradients)

@@ -38,14 +38,15 @@ class Weights:
     """
 
     def __init__(self, chain: Structured, layout: Layout) -> None:
-        self.chain, dtype = chain, chain.dtype
+        self.chain, self.dtype, self.pattern = chain, chain.dtype, chain.transition.pattern
+        dtype = self.dtype
         self.values = [layout.parameter(parameter.resolve_neg()) for parameter in chain.parameters]
         self.one_step = all(len(values) <= 1 for values in self.values)
         self._index, self._ready = -1, list[Tensor]()
         tops, lows = zip(*map(self._range, self.values), strict=True)
         self.scales = self._scales(tops)
         self._scaled = chain.log_params or any(bool(scale.any()) for scale in self.scales)
-        factors, count = chain.pattern.factors, len(chain.pattern.factors)
+        factors, count = self.pattern.factors, len(self.pattern.factors)
         highs = [self._bits(top - scale, -math.inf) for top, scale in zip(tops, self.scales, strict=True)]
         depths = [self._bits(scale - low, 0.0) for scale, low in zip(self.scales, lows, strict=True)]
         used, least = max(sum(depths[:count]), *depths[count:], 0.0), min(_MOST[dtype], _BITS[dtype] // (count + 1))
@@ -79,7 +80,7 @@ class Weights:
     def _scales(self, tops: tuple[Tensor, ...]) -> list[Tensor]:
         if not self.chain.log_params and all(bool(((t == -math.inf) | (t.abs() <= _NEAR)).all()) for t in tops):
             return [torch.zeros_like(top) for top in tops]
-        if not self.chain.pattern.diagonal:
+        if not self.pattern.diagonal:
             return [top.masked_fill(top == -math.inf, 0.0) for top in tops]
         # the same for all sets and steps: the diagonal is divided by what the product is, at least its largest weight
         *highs, last = (top.amax().view(1, 1) if top.numel() else top.new_zeros(1, 1) for top in tops)
@@ -89,7 +90,7 @@ class Weights:
 
     def shifts(self, steps: int, sets: int) -> Tensor:
         """The logarithms (steps, sets) of what the product of each step is divided by, as of `scales`."""
-        scales = self.scales[: len(self.chain.pattern.factors)]
+        scales = self.scales[: len(self.pattern.factors)]
         return torch.stack([scale[:steps].expand(steps, sets) for scale in scales]).sum(0)
 
     def at(self, step: int) -> list[Tensor]:
@@ -106,17 +107,17 @@ class Weights:
             weights = linear(entries, scale, log=self.chain.log_params)
             positive = entries > (-math.inf if self.chain.log_params else 0.0)
             entries = weights.masked_fill_(positive & (weights < self._floor), self._floor)
-        entries = entries.to(self.chain.dtype)
+        entries = entries.to(self.dtype)
         return entries.contiguous() if self.one_step else entries
 
-    def gradient(self, place: int, step: int, counts: Tensor, factor: float) -> Tensor:
+    def gradient(self, place: int, step: int, counts: Tensor, factor: float, *, by_log: bool) -> Tensor:
         """Counts (sets, *own) times `factor`, by a parameter as it was passed in, or by its logarithm, in float64.
 
         Counts are sums of products of what enters a weight and what leaves it.
         """
         chain, entries, scale = self.chain, _at(self.values[place], step - 1), _at(self.scales[place], step - 1)
         result = counts.double() * factor
-        if chain.log_params or chain.by_log:
+        if chain.log_params or by_log:
             result *= self.at(step)[place]
         else:
             result = linear(result, scale, log=False)

@@ -8,8 +8,7 @@ structure: where float64 is not enough, functions here return None.
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..structured import COST, Arcs, Durations, Gradients, Structured, Walk
+from ..structured import COST, Arcs, Durations, Gradients, Saved, Structured
 from .arguments import Pointing, fields, function, places, run, shared
 from .library import in_large_pages
 
@@ -56,114 +55,90 @@ class _Graph(ctypes.Structure):
     arrays: tuple[NDArray[Any], ...]
 
 
-def _or_wider(function: Callable[..., _Result | None], chain: Structured, *arguments: Any) -> _Result | None:
-    """What a function returns for a chain, or else for the chain in float64."""
-    result = function(chain, *arguments)
-    if result is None and chain.dtype != torch.float64:
-        result = function(replace(chain, dtype=torch.float64), *arguments)
-    return result
+def _or_wider(function: Callable[..., _Result | None]) -> Callable[..., _Result | None]:
+    """The function of a chain in place of a call: in the dtype of the chain, or, if that returns None, in float64."""
+
+    @wraps(function)
+    def compute(chain: Structured, *arguments: Any) -> _Result | None:
+        result = function(_Call(chain, chain.dtype), *arguments)
+        if result is None and chain.dtype != torch.float64:
+            result = function(_Call(chain, torch.float64), *arguments)
+        return result
+
+    return compute
 
 
-def forward(chain: Structured, keep: bool) -> Walk | None:
-    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step.
-
-    None: there are exponents beyond 2^53 that matter.
-    """
-    return _or_wider(_forward, chain, keep)
-
-
-def _forward(chain: Structured, keep: bool) -> Walk | None:
-    call = _Call(chain)
-    kept: tuple[Tensor, ...] = ()
-    log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+def _forward(call: "_Call", keep: bool) -> Saved | None:
+    """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step."""
+    kept: Saved = ()
     if keep:
-        kept = call.numbers(), call.numbers(), torch.empty(call.n, chain.v, dtype=torch.float64, device="cpu")
+        kept = call.numbers(), call.numbers(), torch.empty(call.n, call.chain.v, dtype=torch.float64, device="cpu")
         call.point(mantissas=kept[0], exponents=kept[1], taken=kept[2])
-    call.point(log_norm=log_norm)
-    inexact = call.run("exact_forward", call.spans())
-    return None if inexact else Walk(log_norm, kept, torch.zeros_like(log_norm, dtype=torch.bool))
+    log_norm = call.log_norm()
+    inexact = call.run("forward", call.spans())
+    return None if inexact else (log_norm, torch.zeros_like(log_norm, dtype=torch.bool), *kept)
 
 
-def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]) -> Gradients | None:
-    """The gradients of `sum(weight * log_norm)` with respect to x, the parameter and p0, where `needs` says so.
-
-    None: there are exponents beyond 2^53 that matter.
-    """
-
-    def of(wide: Structured) -> list[Tensor | None] | None:
-        messages = walk if walk.kept[0].dtype == wide.dtype else _forward(wide, True)
-        return None if messages is None else _backward(wide, messages, weight, needs)
-
-    gradients = _or_wider(of, replace(chain, dtype=walk.kept[0].dtype))
-    if gradients is None:
-        return None
-    x, values, p0 = (None if gradient is None else gradient.to(chain.dtype) for gradient in gradients)
-    return Gradients(x, None if values is None else (values,), p0)
+forward = _or_wider(_forward)
 
 
-def _backward(
-    chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]
-) -> list[Tensor | None] | None:
-    call, (parameter,) = _Call(chain), chain.parameters
-    mantissas, exponents, taken = walk.kept
-    call.point(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=walk.log_norm.contiguous())
+@_or_wider
+def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Sequence[bool], by_log: bool) -> Gradients | None:
+    """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
+    if saved[2].dtype != call.dtype:  # messages in float64 are those of a chain that needs them
+        messages = _forward(call, True) if call.dtype == torch.float64 else None
+        if messages is None:
+            return None
+        saved = messages
+    chain, (log_norm, _, mantissas, exponents, taken) = call.chain, saved
+    call.point(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=log_norm.contiguous())
     call.point(weight=weight.double().expand(chain.batch).resolve_neg().contiguous())
-    grad_x = in_large_pages(torch.empty(chain.x.shape, dtype=chain.dtype, device="cpu")) if needs[0] else None
-    grad_p0 = torch.empty(*chain.batch, chain.c, dtype=torch.float64, device="cpu") if needs[2] else None
+    call.set(by_log=by_log)
+    grad_x = call.states() if needs[0] else None
+    grad_p0 = torch.empty(*chain.batch, chain.c, dtype=torch.float64, device="cpu") if needs[1] else None
     call.point(grad_x=grad_x, grad_p0=grad_p0)
-    counted = needs[1] and parameter.numel() > 0
+    counted = any(needs[2:]) and call.parameter.numel() > 0
     # copies of gradients of each step take no more memory than the messages
     most = None if call.one else max(1, call.n * chain.c // max(1, call.entries))
     spans = call.spans(whole_sets=counted, most=most)
     counts = call.sums(len(spans) if counted else 1)
-    if call.run("exact_backward", spans, "counts" if call.one else "grad_weights", counts if counted else []):
+    if call.run("backward", spans, "counts" if call.one else "grad_weights", counts if counted else []):
         return None
-    return [grad_x, counts[0] if needs[1] else None, None if grad_p0 is None else grad_p0.sum_to_size(chain.p0.shape)]
+    grad_p0 = None if grad_p0 is None else grad_p0.sum_to_size(chain.p0.shape).to(chain.dtype)
+    if not any(needs[2:]):
+        return grad_x, grad_p0
+    return grad_x, grad_p0, *chain.transition.from_pattern((counts[0].to(chain.dtype),))
 
 
 def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Forward and backward messages [*B, v, c] as logarithms, -inf after sequences' ends, and log-partitions [*B].
-
-    They are computed in float64. None: there are exponents beyond 2^53 that matter.
-    """
-    call = _Call(replace(chain, dtype=torch.float64))
-    log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    wide = in_large_pages(torch.empty(chain.x.shape, dtype=torch.float64, device="cpu"))
-    call.point(log_forward=wide, log_norm=log_norm)
-    if call.run("exact_forward", call.spans()):
+    """Forward and backward messages [*B, v, c] as logarithms, -inf after sequences' ends, and log-partitions [*B]."""
+    call = _Call(chain, torch.float64)
+    into, out, log_norm = call.states(), call.states(), call.log_norm()
+    call.point(log_forward=into)
+    if call.run("forward", call.spans()):
         return None
-    into = wide.to(chain.dtype, copy=True)
-    call.point(log_forward=None, log_backward=wide, log_norm=None)
-    return None if call.run("exact_backward", call.spans()) else (into, wide.to(chain.dtype), log_norm)
+    call.point(log_forward=None, log_backward=out, log_norm=None)
+    return None if call.run("backward", call.spans()) else (into, out, log_norm)
 
 
-def filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
-    """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B].
-
-    They are in float64 where exponents exceed those of float32. None: there are exponents beyond 2^53 that matter.
-    """
-    return _or_wider(_filtered, chain)
-
-
-def _filtered(chain: Structured) -> tuple[Tensor, Tensor] | None:
-    call, log_norm = _Call(chain), torch.empty(chain.batch, dtype=torch.float64, device="cpu")
-    states = torch.empty(chain.x.shape, dtype=chain.dtype, device="cpu")
-    call.point(filtered=states, log_norm=log_norm)
-    return None if call.run("exact_forward", call.spans()) else (states, log_norm)
+@_or_wider
+def filtered(call: "_Call") -> tuple[Tensor, Tensor] | None:
+    """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B]."""
+    states, log_norm = call.states(), call.log_norm()
+    call.point(filtered=states)
+    return None if call.run("forward", call.spans()) else (states, log_norm)
 
 
 def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
-    """Paths int64 [*S, *B, v] drawn by `numbers` in [0, 1) of the same shape; see `autograd.draws`.
-
-    None: there are exponents beyond 2^53 that matter.
-    """
-    walk = forward(chain, True)
-    if walk is None:
+    """Paths int64 [*S, *B, v] drawn by `numbers` in [0, 1) of the same shape; see `autograd.draws`."""
+    saved = forward(chain, True)
+    if saved is None:
         return None
-    mantissas, exponents, _ = walk.kept
-    call, states = _Call(replace(chain, dtype=mantissas.dtype)), torch.empty(numbers.shape, dtype=torch.int64)
+    log_norm, _, mantissas, exponents, _ = saved
+    chain = chain._replace(p0=chain.p0.to(mantissas.dtype))  # of which then all operands are
+    call, states = _Call(chain, chain.dtype), torch.empty(numbers.shape, dtype=torch.int64, device="cpu")
     call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
-    call.point(mantissas=mantissas, exponents=exponents, log_norm=walk.log_norm, weight=numbers.contiguous())
+    call.point(mantissas=mantissas, exponents=exponents, log_norm=log_norm, weight=numbers.contiguous())
     call.point(paths=states)
     call.run("draw", call.spans())
     return states
@@ -171,59 +146,71 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
 
 def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     """The best paths int64 [*B, v], see `autograd.best_paths`, and whether sequences hold NaN or +inf."""
-    call, states = _Call(chain), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
-    log_norm = torch.empty(chain.batch, dtype=torch.float64, device="cpu")
+    call = _Call(chain, chain.dtype)
+    log_norm, states = call.log_norm(), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     every = chain.v if 4 * chain.v * chain.c <= _POINTERS else math.isqrt(chain.v)
     call.set(every=max(1, every))
-    call.point(paths=states, log_norm=log_norm)
+    call.point(paths=states)
     call.run("best", call.spans())
     return states, log_norm.isnan()
 
 
 class _Call(Pointing):
-    """The arguments of a chain with one parameter, with the tensors that they point to.
+    """The arguments of a chain with one parameter and a dtype of its arithmetic, with the tensors that they point to.
 
     Attributes:
+        chain: the chain.
+        parameter: the parameter.
         n: the number of sequences.
         one: whether all steps share the parameter.
         entries: the entries of the parameter of a step.
     """
 
-    def __init__(self, chain: Structured) -> None:
-        (parameter,), batch = chain.parameters, chain.batch
+    def __init__(self, chain: Structured, dtype: torch.dtype) -> None:
+        (parameter,), batch, pattern = chain.parameters, chain.batch, chain.transition.pattern
+        self.chain, self.dtype, self.n, self._of_operands = chain, dtype, batch.numel(), chain.dtype
         # the memory of a negative view holds other numbers
-        x, parameter, p0 = (one.to(chain.dtype).resolve_neg() for one in (chain.x, parameter, chain.p0))
+        x, parameter, p0 = (one.to(self._of_operands).resolve_neg() for one in (chain.x, parameter, chain.p0))
         x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
-        self._parameter, self._chain, self.n = parameter, chain, batch.numel()
-        self._lanes = int(function("lanes", chain.dtype)())
+        self.parameter, self._lanes = parameter, int(function("lanes", dtype)())
         own, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
         self._sets, self.one, self.entries = own.numel(), steps == 1, math.prod(entries)
         self._set_of = set_of = torch.arange(self._sets, device="cpu").view(own).expand(batch).flatten()
-        ends = torch.full((self.n,), chain.v) if chain.ends is None else chain.ends.expand(batch).flatten()
+        ends = torch.full((self.n,), chain.v) if chain.lengths is None else chain.lengths.expand(batch).flatten()
         at = (places(one, batch) for one in (x, p0, parameter))
         table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)
         table, self._held = table if self._sets == 1 else table[torch.argsort(set_of, stable=True)], {}
-        self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one, by_log=chain.by_log)
+        self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one)
         self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1), counts_step=self.entries)
         self.set(weights_step=parameter.stride(len(batch)), weights_inner=parameter.stride(-1))
         self.point(places=table, x=x, weights=parameter, p0=p0)
         self._work = self.n * chain.v * self.entries
-        if isinstance(chain.pattern, Arcs):
-            graph = _graph(chain.pattern, chain.c, self._lanes)
+        if isinstance(pattern, Arcs):
+            graph = _graph(pattern, chain.c, self._lanes)
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
-        elif isinstance(chain.pattern, Durations):
-            self.set(kind=_DURATIONS, terms=chain.pattern.segments)
+        elif isinstance(pattern, Durations):
+            self.set(kind=_DURATIONS, terms=pattern.segments)
             self._work *= COST
         else:
-            terms = len(chain.pattern)
-            self.point(pattern=_bands(chain.pattern))
+            terms = len(pattern)
+            self.point(pattern=_bands(pattern))
             self.set(kind=_BANDS, terms=terms, weights_outer=parameter.stride(-2))
             self._work = self.n * chain.v * chain.c * (terms + 4) * COST
 
     def numbers(self) -> Tensor:
         """Memory for a number of each state of each variable, in whole vectors."""
-        size = -(-self._chain.c // self._lanes) * self._lanes
-        return in_large_pages(torch.empty(self.n, self._chain.v, size, dtype=self._chain.dtype, device="cpu"))
+        size = -(-self.chain.c // self._lanes) * self._lanes
+        return in_large_pages(torch.empty(self.n, self.chain.v, size, dtype=self.dtype, device="cpu"))
+
+    def log_norm(self) -> Tensor:
+        """Memory for the log-partitions, to which the arguments point."""
+        log_norm = torch.empty(self.chain.batch, dtype=torch.float64, device="cpu")
+        self.point(log_norm=log_norm)
+        return log_norm
+
+    def states(self) -> Tensor:
+        """Memory like x, contiguous, of the chain's dtype."""
+        return in_large_pages(torch.empty(self.chain.x.shape, dtype=self._of_operands, device="cpu"))
 
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The first place of each thread and the one after its last.
@@ -240,13 +227,14 @@ class _Call(Pointing):
 
         They are in float64 where all steps share the parameter.
         """
-        dtype, copies = torch.float64 if self.one else self._chain.dtype, threads if self._sets == 1 else 1
-        return [torch.zeros(self._parameter.shape, dtype=dtype, device="cpu") for _ in range(copies)]
+        dtype, copies = torch.float64 if self.one else self._of_operands, threads if self._sets == 1 else 1
+        return [torch.zeros(self.parameter.shape, dtype=dtype, device="cpu") for _ in range(copies)]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], field: str = "", sums: Sequence[Tensor] = ()) -> int:
         """The sum of what a function returns for spans of places, a thread for each; `sums` add up in the first."""
         each = [{field: sums[i % len(sums)]} for i in range(len(spans))] if sums else ()
-        count = run(self.arguments, self._chain.dtype, name, spans, each)
+        kind = "exact" if self.dtype == self._of_operands else "wide"
+        count = run(self.arguments, self._of_operands, f"{kind}_{name}", spans, each)
         for more in sums[1:]:
             sums[0].add_(more)
         return count

@@ -14,12 +14,11 @@ from . import exact
 from .chains import Chains
 
 
-def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """The states of the best paths, and `unknown` sequences, as by `kernels.plain.viterbi`; the chain has all `steps`.
+def paths(chain: Chain) -> tuple[Tensor, Tensor]:
+    """The states of the best paths, and `unknown` sequences, as by `kernels.plain.viterbi`.
 
     The states of a sequence whose length is outside 1..v are -1 too, because lengths are not checked before.
     """
-    assert chain.v == steps
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     chains, not_known = Chains.of(chain), unknown(chain)
     lost = not_known

@@ -3,7 +3,7 @@
     a_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r, + x_i(j)
 
 State h at rank r is the r-th best path into h, so that all paths differ; the rank is -inf if there is none. The choices
-`h k + r` are stored, c k integers for each step and sequence. The best path alone is that of k = 1.
+`h k + r` are stored, c k integers for each step and sequence. Their definition is `logchain.reference.topk_paths`.
 """
 
 import math
@@ -18,16 +18,21 @@ from ..numbers import log_weights, shifted
 _TERMS = 2**20
 
 
-def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) int64 of the best paths, and whether sequences are `unknown` (g, m).
+def paths(chain: Chain, k: int | None = None) -> tuple[Tensor, Tensor]:
+    """The states (g, m, v) int64 of the best paths, or (g, m, k, v) of the k best, and the `unknown` sequences (g, m).
 
-    Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after its sequence's
-    end, and everywhere in a sequence that is impossible or unknown.
+    Ties of best paths go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after
+    its sequence's end, and everywhere in a sequence that is impossible or unknown, and in a rank with no path.
     """
-    messages = Messages(chain, None)
-    states = torch.full((chain.g, chain.m, steps), -1, device=chain.x.device)
-    messages.follow(states)
-    return states, messages.unknown
+    messages = Messages(chain, None, k or 1)
+    if k is None:
+        states = torch.full((chain.g, chain.m, chain.v), -1, device=chain.x.device)
+        messages.follow(states)
+        return states, messages.unknown
+    weights, index = messages.last.flatten(-2).topk(k)
+    masked = messages.unknown[..., None] | ~(weights > -math.inf)  # (g, m, k)
+    states = without_states(chain, messages.choose(index).movedim(2, 0), masked.movedim(2, 0))
+    return states.movedim(0, 2), messages.unknown
 
 
 class Messages:

@@ -41,7 +41,7 @@ def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
             chain = detached.dense_chain()
-            states, unknown = _computed(chain, len(chain.x), k)
+            states, unknown = _computed(chain, k)
             return states, chain.layout.batched(unknown)
     states, unknown = _best_paths(*detached.dense, k)
     return states, unknown
@@ -99,19 +99,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return _shapes(x, bulk, p0, lengths, log_params, k)
-    v = x.shape[-2]
     chain = Chain.of(x, bulk, p0, lengths, log_params)
-    states, unknown = _computed(chain, v, k)
-    states = chain.layout.states(states.reshape(*chain.lead, (k or 1) * v))
-    if k is not None:
-        states = states.unflatten(-1, (k, v))
-    return states.contiguous(), chain.layout.batched(unknown).contiguous()
+    states, unknown = (chain.layout.batched(each).contiguous() for each in _computed(chain, k))
+    return states, unknown
 
 
-def _computed(chain: Chain, steps: int, k: int | None) -> Any:
+def _computed(chain: Chain, k: int | None) -> Any:
     if k is None:
-        return kernels.module("viterbi", chain.x).paths(chain, steps)
-    return kernels.module("topk_paths", chain.x).paths(chain, steps, k)
+        return kernels.module("viterbi", chain.x).paths(chain)
+    # Triton has no kernels for several paths
+    return (kernels.load("cpu.dense") if kernels.in_c(chain.x) else kernels.load("plain.viterbi")).paths(chain, k)
 
 
 def _shapes(

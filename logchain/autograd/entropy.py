@@ -54,10 +54,9 @@ def entropy(operands: Operands) -> Tensor:
     # expected counts are per sequence
     logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
     expanded = operands.of(x, *logs)._replace(log_params=True)
-    total, (states, counts, starts) = posteriors(expanded, (True, True, True))
-    assert states is not None and counts is not None and starts is not None
+    total, counts = posteriors(expanded, (True,) * (2 + len(parameters)))
     mean = torch.zeros_like(total)
-    for used, log in zip((states, starts, *counts), (x, *logs), strict=True):
+    for used, log in zip(counts, (x, *logs), strict=True):
         terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
         mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
     return torch.where(total == -math.inf, 0.0, total - mean)
@@ -104,8 +103,8 @@ def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None
     """The posteriors under q less those under p, divided by the weights of q where these are not logarithms."""
     chains = (Operands(x, Dense(bulk), p0, lengths, log_params) for x, bulk, p0 in (p, q))
     under_p, under_q = (posteriors(chain, (True, True, True), grad)[1] for chain in chains)
-    flat: Any = ((counts.x, *(counts.parameters or ()), counts.p0) for counts in (under_q, under_p))
-    counts = [one - other for one, other in zip(*flat, strict=True)]
+    by_x, by_p0, by_bulk = (one - other for one, other in zip(under_q, under_p, strict=True))
+    counts = by_x, by_bulk, by_p0
     if log_params:
         return counts
     # 0 also where the weight is NaN past a sequence's end

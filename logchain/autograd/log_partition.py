@@ -9,6 +9,7 @@ scan.
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from .. import kernels
 from ..arguments import has_values
 from ..internals import is_mapped, is_transformed
 from ..kernels.numbers import log_weights
-from ..kernels.structured import Gradients, Walk
+from ..kernels.structured import Gradients
 from ..operands import Operands, is_blocks
 from ..rescues import report_chains
 from ..schedules import choose
@@ -55,7 +56,7 @@ def log_norm(operands: Operands, schedule: choose.Schedule | None = None) -> Ten
     if is_blocks(operands.transition.pattern):
         return _of_blocks(operands)
     if not differentiable:
-        return forward(operands, False).log_norm
+        return forward(operands, False)[0]
     value = apply(LogPartition, _Whole(operands.skeleton()), *operands.tensors)
     return value
 
@@ -75,13 +76,13 @@ def _of_blocks(operands: Operands) -> Tensor:
 
 
 def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, Gradients]:
-    """The log-partition [*B] in float64, and the expected counts of states, parameters and first states.
+    """The log-partition [*B] in float64, and the expected counts of states, first states and parameters.
 
-    They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of
-    parameters and p0, of the dtype of the arithmetic, and differentiable once.
+    They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of p0 and
+    parameters, of the dtype of the arithmetic, and differentiable once.
     """
     cheapest = operands.cheapest()
-    if not needs[1]:
+    if not any(needs[2:]):
         operands = cheapest
     operands, direct = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors)), operands is cheapest
     again = differentiated(*operands.tensors)
@@ -90,20 +91,22 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
         schedule = choose.of(x, bulk, p0, lengths is not None)
         saved = Saved(*operators.log_norm(*dense, True, *schedule))
         weight = torch.ones_like(saved.log_norm) if weight is None else weight
-        counts = operators.log_norm_backward(weight, *dense[:4], *saved, log_params, True, *needs, *schedule)
-        return saved.log_norm, Gradients(counts[0], (counts[1],), counts[2])
+        by_operand = needs[0], needs[2], needs[1]
+        states, counts, starts = operators.log_norm_backward(
+            weight, *dense[:4], *saved, log_params, True, *by_operand, *schedule
+        )
+        return saved.log_norm, (states, starts, counts)
     direct &= operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
     if direct and not again:
-        walk = forward(operands, True)
-        weight = torch.ones_like(walk.log_norm) if weight is None else weight
-        return walk.log_norm, backward(operands, walk, weight, needs, by_log=True)
+        residuals = forward(operands, True)
+        weight = torch.ones_like(residuals[0]) if weight is None else weight
+        return residuals[0], backward(operands, residuals, weight, needs, by_log=True)
     with torch.enable_grad():
         logs = _logarithms(operands)
         value = log_norm(logs)
         weight = torch.ones_like(value) if weight is None else weight
         gradients = torch.autograd.grad(value, logs.tensors, weight, create_graph=again, materialize_grads=True)
-    x, p0, *parameters = gradients
-    return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
+    return value if again else value.detach(), gradients
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
@@ -227,17 +230,14 @@ class _Whole(NamedTuple):
     skeleton: Operands
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        walk = forward(self.skeleton.of(*tensors), True)
-        return walk.log_norm.clone(), (walk.log_norm, walk.flagged, *walk.kept)  # the caller may change the value
+        saved = forward(self.skeleton.of(*tensors), True)
+        return saved[0].clone(), saved  # the caller may change the value
 
     def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
-        log_norm, flagged, *kept = saved
-        wanted = needs[0], any(needs[2:]), needs[1]
-        x, parameters, p0 = backward(self.skeleton.of(*tensors), Walk(log_norm, tuple(kept), flagged), grad, wanted)
-        gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
+        gradients = backward(self.skeleton.of(*tensors), saved, grad, needs)
         return tuple(
             one.to(tensor.dtype) if need and one is not None else None
-            for one, tensor, need in zip(gradients, tensors, needs, strict=True)
+            for one, tensor, need in zip_longest(gradients, tensors, needs)
         )
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
@@ -248,24 +248,22 @@ class _Whole(NamedTuple):
         return value
 
 
-def forward(operands: Operands, keep: bool) -> Walk:
-    """The log-partitions, and if `keep` what `backward` reads."""
+def forward(operands: Operands, keep: bool) -> tuple[Tensor, ...]:
+    """The log-partitions, and if `keep` what `backward` reads; see `kernels.structured.Saved`."""
     if not has_values(operands.x):
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
-        return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
+        return value, torch.empty_like(value, dtype=torch.bool)
     with kernels.arithmetic_on(operands.x), torch.no_grad():
         if operands.packed:
-            log_norm, messages, extra, recomputed = operators.forward(operands, keep)
-            return Walk(log_norm, (messages, extra), recomputed)
-        module = kernels.structured_kernels(operands.x, operands.transition.pattern)
-        walk: Walk | None = None if module is None else module.forward(operands.chain(), keep)
-        if walk is None:
+            return operators.forward(operands, keep)
+        saved: tuple[Tensor, ...] | None = operands.in_c("forward", keep)
+        if saved is None:
             value = total(operands.steps()).contiguous()
-            walk = Walk(value, (), torch.zeros_like(value, dtype=torch.bool))
-        elif len(chosen := _chosen(walk.flagged)):
-            walk.log_norm.view(-1)[chosen] = total(operands.selected(chosen).steps())
-    report_chains(walk.flagged)
-    return walk
+            saved = value, torch.zeros_like(value, dtype=torch.bool)
+        elif len(chosen := _chosen(saved[1])):
+            saved[0].view(-1)[chosen] = total(operands.selected(chosen).steps())
+    report_chains(saved[1])
+    return saved
 
 
 def _chosen(mask: Tensor) -> Tensor:
@@ -273,26 +271,23 @@ def _chosen(mask: Tensor) -> Tensor:
     return mask.flatten().nonzero()[:, 0]
 
 
-def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
-    """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+def backward(
+    operands: Operands, saved: Sequence[Tensor], weight: Tensor, needs: Needs, *, by_log: bool = False
+) -> Gradients:
+    """The gradients of `sum(weight * log_norm)`; those of parameters are missing if none is needed."""
     if not has_values(operands.x):
-        x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
-        return Gradients(x, tuple(parameters), p0)
+        return tuple(one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
     with kernels.arithmetic_on(operands.x):
         if operands.packed:
-            messages, extra = walk.kept
-            saved = Saved(walk.log_norm, messages, extra, walk.flagged)
-            x, bulk, p0 = operators.backward(operands, saved, weight, needs, by_log=by_log)
-            return Gradients(x, (bulk,), p0)
-        module = kernels.structured_kernels(operands.x, operands.transition.pattern)
+            by_operand = needs[0], needs[2], needs[1]
+            x, bulk, p0 = operators.backward(operands, Saved(*saved), weight, by_operand, by_log=by_log)
+            return x, p0, bulk
         gradients: Gradients | None = None
-        if module is not None and walk.kept:
-            gradients = module.backward(operands.chain(by_log=by_log), walk, weight, needs)
+        if len(saved) > 2:
+            gradients = operands.in_c("backward", saved, weight, needs, by_log)
         if gradients is None:
             return gradients_in_logarithms(operands, weight, by_log=by_log)
-        if gradients.parameters is not None:
-            gradients = gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
-        chosen = _chosen(walk.flagged & (weight != 0))
+        chosen = _chosen(saved[1] & (weight != 0))
         if len(chosen):
             part = operands.selected(chosen)
             more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
@@ -302,8 +297,7 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
 
 def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
     """Add the gradients of the chosen sequences to those of all."""
-    totals, parts = ((one.x, one.p0, *(one.parameters or ())) for one in (gradients, more))
-    for into, part in zip(totals, parts, strict=False):
+    for into, part in zip(gradients, more, strict=False):
         if into is not None and part is not None:
             index = operands.batch_index(into, chosen)
             _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))

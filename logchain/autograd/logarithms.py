@@ -41,8 +41,7 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
         adjoint = _add_piece(
             operands.part(start, stop), totals.part(start, stop), weight, adjoint, entering.pop() if start else None
         )
-    x, p0, *parameters = (total.to(dtype) for total in into)
-    return Gradients(x, tuple(parameters), p0)
+    return tuple(total.to(dtype) for total in into)
 
 
 def _add_piece(

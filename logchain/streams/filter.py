@@ -21,7 +21,7 @@ from ..tensors import differentiated
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 from . import stretch
-from .piece import Piece, Window, after_each, mapped, scaled, selected, steps_between
+from .piece import Piece, Window, after_each, mapped, scaled, selected
 
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
@@ -168,7 +168,7 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
     for j in range(min(lag, n - 1) if backward.numel() else 0, 0, -1):
         stop = min(j + ready, n)
         into = shifted(backward[..., : stop - j, :] + x[..., j:stop, :])[0]
-        before = after_each(steps_between(transposed, j, stop), into)
+        before = after_each(transposed.between(j, stop), into)
         # the backward message of a sequence's last variable is 0
         before = torch.where(window.linked[..., j:stop, None], before, 0.0)
         backward = torch.cat([before, backward[..., stop - j :, :]], -2)

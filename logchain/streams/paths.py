@@ -13,7 +13,7 @@ from ..autograd.paths import log_weight
 from ..kernels.chain import Chain
 from ..kernels.numbers import shifted
 from ..transitions.dense import Dense
-from .piece import Piece, Survivors, best_for_each, steps_between
+from .piece import Piece, Survivors, best_for_each
 
 # log-potentials of chains to each state, in memory at a time
 _TERMS = 2**20
@@ -43,7 +43,7 @@ def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     active = piece.active()[..., None].unbind(-2)
     columns = zip(shifted(piece.x)[0].unbind(-2), active, piece.linked()[..., None].unbind(-2), strict=True)
     for i, (x, inside, linked) in enumerate(columns):
-        after, before = steps_between(piece.transition, i, i + 1).best(message[..., None, None, :])
+        after, before = piece.transition.between(i, i + 1).best(message[..., None, None, :])
         after = torch.where(linked, after[..., 0, 0, :], piece.p0)
         pointers.append(torch.where(linked, before[..., 0, 0, :], first))
         message = torch.where(inside, _possible(shifted(after + x)[0]), message)
@@ -67,8 +67,8 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.full((c, c), -torch.inf, dtype=x.dtype, device=x.device).fill_diagonal_(0.0)
     x[..., -1, :] += ends.view(c, *(1,) * (x.dim() - 3), c)  # a NaN remains one in all copies
     chain = Chain.of(x, piece.bulk, p0, None, True)
-    states, _ = kernels.module("viterbi", x).paths(chain, x.shape[-2])
-    states = chain.layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, k + 1)
+    states, _ = kernels.module("viterbi", x).paths(chain)
+    states = chain.layout.batched(states)  # (c, *B, k + 1)
     after = _possible(shifted(log_weight(x, piece.bulk, p0, states, None, True).movedim(0, -1))[0])
     states = states.movedim(0, -1).clamp(min=0)  # (*B, k + 1, c)
     return after, states[..., 1:, :].int(), states[..., 0, :]

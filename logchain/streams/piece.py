@@ -14,7 +14,7 @@ from ..autograd.scan import Message
 from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
 from ..kernels.weights import Weights, check_weights
-from ..operands import check_products, named_weights
+from ..operands import check_products, named_weights, transition_of
 from ..transitions import LOG, Transition
 from ..transitions.dense import Dense
 
@@ -45,7 +45,7 @@ class Piece:
 
     def part(self, start: int, stop: int) -> "Piece":
         """The piece of the variables from `start` to before `stop`."""
-        x, transition = self.x[..., start:stop, :], steps_between(self.transition, start, stop)
+        x, transition = self.x[..., start:stop, :], self.transition.between(start, stop)
         counts = None if self.counts is None else (self.counts - start).clamp(0, stop - start)
         going, starting = self.going or start > 0, self.starting and start == 0
         return replace(self, x=x, transition=transition, counts=counts, going=going, starting=starting)
@@ -212,25 +212,22 @@ class State(NamedTuple):
 
 def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool) -> Transition:
     """Matrices that go with p0, or with a piece `like` of k variables, as a transition; raises for others."""
-    c, expected = like.shape[-1], str(k) if k == 1 else f"{max(k, 1)} or {min(k, 1)}"
-    if not isinstance(matrices, Transition):
-        check_tensor(name, matrices, 3, like=like)
-        if matrices.shape[-3] not in (1, k) or matrices.shape[-2:] != (c, c):
-            other, hint = "x_piece", ""
-            if name == "bulk":
-                other, hint = "p0", ": matrices that change go into update, as bulk_piece"
-            shapes = f"[..., {expected}, {c}, {c}] to go with {other} {list(like.shape)}, got {list(matrices.shape)}"
-            raise ValueError(f"{name}: expected shape {shapes}{hint}")
-        return Dense(matrices)
+    transition, c = transition_of(matrices, name), like.shape[-1]
+    kind, matrix = f"{type(transition).__name__} of shape", None
+    if isinstance(transition, Dense):
+        kind, matrix = "shape", torch.Size((c, c))
+    elif transition.states != c:
+        raise ValueError(f"{name}: expected {c} states, got {transition} of {transition.states}")
     if viterbi:
-        check_products(matrices, name)
-    if matrices.states != c:
-        raise ValueError(f"{name}: expected {c} states, got {matrices} of {matrices.states}")
-    for parameter, own in zip(matrices.parameters, matrices.own_axes, strict=True):
+        check_products(transition, name)
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
         check_tensor(name, parameter, own, like=like)
-        if parameter.dim() > own and parameter.shape[-1 - own] not in (1, k):
-            raise ValueError(f"{name}: expected {expected} steps before the last {own} axes, got {matrices}")
-    return matrices
+        lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
+        if sizes != (matrix or sizes) or lead[-1:] not in ((), (1,), (k,)):
+            steps, remedy = ("1", "; pass matrices that change to update") if name == "bulk" else (f"{k} or 1", "")
+            expected = f"{kind} [..., {steps}, {', '.join(map(str, matrix or sizes))}]"
+            raise ValueError(f"{name}: expected {expected}, got {list(parameter.shape)}{remedy}")
+    return transition
 
 
 def checked_transition(
@@ -269,13 +266,6 @@ def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     columns = zip(transition.parameters, transition.own_axes, strict=True)
     logs = [log_weights(one, log_params, torch.float64)[(None,) * (lead + own - one.dim())] for one, own in columns]
     return transition.with_parameters(*logs)
-
-
-def steps_between(transition: Transition, start: int, stop: int) -> Transition:
-    """The transition of the steps from `start` to before `stop`; one for all steps as it is."""
-    pairs, size = zip(transition.parameters, transition.leads, strict=True), stop - start
-    parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
-    return transition.with_parameters(*parts)
 
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:

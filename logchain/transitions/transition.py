@@ -144,6 +144,12 @@ class Transition(ABC):
         other.parameters = parameters
         return other
 
+    def between(self, start: int, stop: int) -> "Self":
+        """The same structure at the steps from `start` to before `stop`; parameters that serve all steps stay."""
+        pairs, size = zip(self.parameters, self.leads, strict=True), stop - start
+        parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
+        return self.with_parameters(*parts)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Self":
         """The same structure with a function applied to each parameter."""
         return self.with_parameters(*map(function, self.parameters))

@@ -46,6 +46,16 @@ def test_messages_are_those_of_dense_matrices_at_each_level(scale, dtype, level)
             torch.testing.assert_close(log_norm.double(), exact, rtol=1e-6 if dtype == F32 else 1e-15, atol=near)
 
 
+def test_draws_of_detours_of_ten_million_nats_have_their_posteriors():
+    """In float32, whose exponents are whole numbers up to 2^24 only."""
+    x = torch.tensor([[0.0, -3e7], [0.0, 0.0], [-3e7, 0.125]])
+    chain = x, transitions.Banded(torch.full((1, 2), 0.5), [0]), torch.ones(2)
+    drawn = logchain.sample(*chain, 4000, generator=torch.Generator().manual_seed(0))
+    frequencies = torch.nn.functional.one_hot(drawn, 2).double().mean(0)
+    torch.testing.assert_close(frequencies, logchain.marginals(*chain).states.double(), rtol=0, atol=0.04)
+    assert 0.4 < frequencies[1, 0] < 0.6
+
+
 @pytest.mark.parametrize(("steps", "dtype"), [(1, F32), (3, F64)], ids=str)
 def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
     """States are as frequent as their posteriors say, and no pair of neighbors is impossible."""

@@ -58,9 +58,7 @@ typedef struct {
     const Chain *dense;                              /* of dense chains: layout and further arguments */
 } Exact;
 
-#if defined(FLOAT32_OPERANDS) /* exact scans of dense chains are in float64 */
-INLINE int64_t kind_of(const Exact *a) { (void)a; return DENSE; }
-#elif BITS == 32
+#if BITS == 32 /* exact scans of dense chains are in float64 */
 INLINE int64_t kind_of(const Exact *a) { return a->kind == BANDS || a->kind == DURATIONS ? a->kind : ARCS; }
 #else
 INLINE int64_t kind_of(const Exact *a) { return a->kind; }

@@ -208,9 +208,12 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     return inexact;
 }
 
-#if !defined(FLOAT32_OPERANDS)
 /* log Z, and messages where they are kept; gradients from these. Both return in how many sequences exponents beyond
-   EXACT matter. */
+   EXACT matter. The wide ones compute in float64 with operands in float32. */
+#if defined(FLOAT32_OPERANDS)
+EXPORT int64_t EXPORTED(logchain_wide_forward)(const Exact *a) { return scan_all(a, 0, scan_forward); }
+EXPORT int64_t EXPORTED(logchain_wide_backward)(const Exact *a) { return scan_all(a, 1, scan_backward); }
+#else
 EXPORT int64_t EXPORTED(logchain_exact_forward)(const Exact *a) { return scan_all(a, 0, scan_forward); }
 EXPORT int64_t EXPORTED(logchain_exact_backward)(const Exact *a) { return scan_all(a, 1, scan_backward); }
 /* Entries of a vector: rows of messages are whole vectors, and those of best paths at least one. */

@@ -156,7 +156,7 @@ static void best_backward(BestScan *w, const Place *place) {
 }
 
 /* Paths, and NaN as log_norm where an operand is no finite weight or potential, so that no path is known. */
-EXPORT int64_t EXPORTED(logchain_best)(const Exact *a) {
+EXPORT int64_t EXPORTED(logchain_exact_best)(const Exact *a) {
     Room room = {.begin = a->room};
     int64_t reach = reach_of(a), width = whole_vectors(a->states), padded = width + 2 * reach;
     int64_t blocks = (a->steps + a->every - 1) / a->every;
@@ -237,7 +237,7 @@ static int64_t read_sources(const Exact *a, const operand *weights, Row message,
 }
 
 /* Paths (draws, n, v) by the numbers in `weight`, likewise; -1 after ends, and where log_norm is no finite number. */
-EXPORT int64_t EXPORTED(logchain_draw)(const Exact *a) {
+EXPORT int64_t EXPORTED(logchain_exact_draw)(const Exact *a) {
     Room room = {.begin = a->room};
     int64_t width = whole_vectors(a->states), most = larger_of(width, whole_vectors(a->terms + 1)), v = a->steps;
     Row terms = take_row(&room, most);
