@@ -154,8 +154,9 @@ class Operands(NamedTuple):
         return self.transition.lead.numel() * self.transition.states**2 <= most
 
     def with_matrices(self) -> "Operands":
-        """The operands with dense matrices in place of a structure."""
-        return self._replace(transition=Dense(self.transition.to_dense(log_params=self.log_params)))
+        """The operands with dense matrices in place of a structure, whose entries may be sums: in float32 at least."""
+        wide = self.transition.map(lambda parameter: parameter.to(self.dtype))
+        return self._replace(transition=Dense(wide.to_dense(log_params=self.log_params)))
 
     def in_c(self, function: str, *arguments: Tensor) -> Any:
         """The result of a function of the exact scan in C where values are on a CPU; None for structures without it."""

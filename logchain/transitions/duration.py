@@ -1,6 +1,7 @@
 """Explicit durations: hidden semi-Markov models, as chains of states that count the steps left."""
 
 import math
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from ..chain_arguments import ChainArguments
 from ..kernels import on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Durations
+from ..kernels.weights import Weights, check_weights
+from ..tensors import is_readable
 from .dense import Dense
 from .semiring import LINEAR, Semiring
 from .transition import Transition, Transposed, check_parameter, look_up
@@ -150,11 +153,12 @@ class Duration(Transition):
             `ChainArguments` with x `[*B, v, c D]`, which is -inf at a sequence's last step in counting states r > 0
             unless `right_censored`, the structure, p0 `[*B or ones, c D]` and `lengths`, int64 `[*B]`. Weights are
             returned as logarithms, in float32 at least, so that no product of p0 and durations underflows:
-            `log_params` is True. Negative weights are NaN, and so are the results of their sequences.
+            `log_params` is True.
 
         Raises:
             TypeError: an argument is of the wrong kind.
-            ValueError: sizes do not go together, a length is out of range, or `first_durations` are missing.
+            ValueError: sizes do not go together, a length is out of range, or `first_durations` are missing. On a CPU
+                also if a weight is negative; where parameters differ by steps, it makes its sequence NaN.
 
         Cost: one number read and D written for each state and step.
 
@@ -173,9 +177,14 @@ class Duration(Transition):
         c, longest = self.durations.shape[-2:]
         if x.shape[-1] != c:
             raise ValueError(f"x: expected [..., v, {c}] to go with the matrix of {c} states, got {list(x.shape)}")
+        if x.shape[-2] < 1:
+            raise ValueError(f"x: expected at least one variable [..., v, {c}], got {list(x.shape)}")
         batch = list(x.shape[:-2])
         if cu_seqlens is not None:
             check_integers("cu_seqlens", cu_seqlens)
+            if cu_seqlens.dim() != 1 or x.dim() != 2:
+                got = f"{list(cu_seqlens.shape)} and {list(x.shape)}"
+                raise ValueError(f"cu_seqlens: expected [n + 1] to go with x [total, {c}], got {got}")
             if lengths is not None:
                 raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
@@ -186,6 +195,8 @@ class Duration(Transition):
         first = self._shared_durations() if first_durations is None else first_durations
         check_tensor("first_durations", first, 2, like=x)
         check_sizes("first_durations", first, (*batch_sizes(batch, first.dim() - 2), (c,), (longest,)), x)
+        if not log_params:
+            self._check_signs(p0=p0, first_durations=first)
         start, first, *parameters = (
             log_weights(weights, log_params, torch.promote_types(weights.dtype, torch.float32))
             for weights in (p0, first, *self.parameters)
@@ -197,6 +208,13 @@ class Duration(Transition):
                 going_on.index_fill_(0, _last_rows(x, ends, cu_seqlens), -math.inf)
         weights = (start[..., None] + first).flatten(-2)
         return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends)
+
+    def _check_signs(self, **weights: Tensor) -> None:
+        """Raise on a CPU for one of these weights below 0, or in parameters that serve all steps."""
+        columns = zip(self.names, self.parameters, self.leads, strict=True)
+        weights = {name: one for name, one, lead in columns if lead[-1:] in ((), (1,))} | weights
+        if is_readable(*weights.values()):
+            check_weights(*starmap(Weights, weights.items()))
 
     def _shared_durations(self) -> Tensor:
         """The durations [*B or ones, c, D] of all steps."""
