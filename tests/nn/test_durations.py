@@ -160,6 +160,15 @@ def test_draws_have_the_probabilities_of_segmentations(right_censored):
             assert abs(frequency - share) <= 5 * np.sqrt(share / count) + 5 / count
 
 
+def test_draws_of_a_length_that_no_segments_have_are_refused():
+    transition = Durations(2, 3, right_censored=False)
+    transition.set(1 - torch.eye(2), torch.tensor([0.0, 0.0, 1.0]).expand(2, 3))
+    hmm = HMM(2, "poisson", transition=transition)
+    with pytest.raises(ValueError, match="^num_steps: expected a sum of possible durations, .* got 4$"):
+        hmm.sample(2, 4)
+    assert hmm.sample(2, 6).states.diff().count_nonzero() == 2
+
+
 @FAMILY
 def test_restarts_draw_durations_again(family):
     hmm, data = semi_markov(family), categories(5, V)
