@@ -69,6 +69,18 @@ def test_filtered_posteriors_of_low_emissions_before_an_impossible_step_are_exac
         torch.testing.assert_close(posteriors, expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_path_in_half_precision_are_rounded_once(dtype):
+    x, matrix, p0 = torch.zeros(1000, 2, dtype=dtype), torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.ones(2)
+    gradients = []
+    for kind in (dtype, F32):
+        logs = matrix.log().to(dtype).to(kind).requires_grad_()
+        states = torch.arange(1000) // 400 % 2
+        logchain.log_prob(x.to(kind), logs, p0.log().to(kind), states, log_params=True).backward()
+        gradients.append(logs.grad)
+    torch.testing.assert_close(*gradients, check_dtype=False, rtol=torch.finfo(dtype).eps, atol=0.0)
+
+
 negative = torch._neg_view
 
 
