@@ -92,6 +92,19 @@ def test_step_reaches_the_maximum_of_the_family(family):
     assert all(parameter.grad is None for parameter in durations.parameters())
 
 
+@pytest.mark.parametrize("seed", range(40, 60))
+def test_step_without_a_maximum_stays_finite_and_gains(seed):
+    # variances below the means: the best negative binomial is the limit of an infinite count
+    generator = seeded(seed)
+    part = Durations(3, 6, "negative_binomial", generator=generator).durations
+    means, width = 2.5 * torch.rand(3, 1, generator=generator), torch.rand(3, 1, generator=generator)
+    shares = torch.softmax(-2 * width * (torch.arange(6) - means) ** 2, -1)
+    before = (shares * part()).sum().detach()
+    part.set(shares)
+    assert (shares * part()).sum() > before
+    assert all(parameter.isfinite().all() for parameter in part.parameters())
+
+
 @FAMILY
 def test_em_recovers_the_parameters_and_never_falls(family):
     transition = Durations(3, 8, family)
