@@ -18,7 +18,6 @@ from ..arguments import (
     check_tensor,
 )
 from ..chain_arguments import ChainArguments
-from ..kernels import on_gpu
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Durations
 from ..kernels.weights import Weights, check_weights
@@ -189,7 +188,7 @@ class Duration(Transition):
                 raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
         ends = None if lengths is None else as_lengths(lengths, x)
-        if ends is not None and not on_gpu(ends):
+        if ends is not None and is_readable(ends):
             check_lengths(ends, x.shape[-2])
         check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
         first = self._shared_durations() if first_durations is None else first_durations
@@ -239,6 +238,7 @@ class Duration(Transition):
 
         Raises:
             TypeError: an argument is of the wrong kind.
+            ValueError: a state is c D or above (checked on a CPU).
 
         Cost: one number read for each step.
 
@@ -248,7 +248,9 @@ class Duration(Transition):
         (tensor([ 0,  0,  0,  0,  1,  1, -1]), tensor([3, 0, 0, 1, 2, 0, 0]))
         """
         check_integers("paths", paths)
-        longest = self.durations.shape[-1]
+        if is_readable(paths) and paths.numel() and (high := int(paths.max())) >= self.states:
+            raise ValueError(f"paths: expected states from -1 to c D - 1 = {self.states - 1}, got {high}")
+        paths, longest = paths.long(), self.durations.shape[-1]
         begins = (paths % longest == 0).roll(1, -1)
         begins[..., 0 if cu_seqlens is None else cu_seqlens[:-1].long()] = True
         begins &= paths >= 0

@@ -439,6 +439,7 @@ WRONG = {
     f"durations: {MINUS_1}": lambda: Duration(shared.matrix, -shared.durations).arguments(x, p0),
     f"matrix: {MINUS_1}": lambda: Duration(-shared.matrix, shared.durations).arguments(x, p0),
     f"first_durations: {MINUS_1}": lambda: stepped.arguments(x, p0, first_durations=-shared.durations),
+    "paths: expected states from -1 to c D - 1 = 5, got 6": lambda: shared.path_segments(torch.tensor([0, 6])),
     "right_censored: expected True or False, got 1": lambda: shared.arguments(x, p0, right_censored=1),
     "log_params: expected True or False, got 'log'": lambda: shared.arguments(x, p0, log_params="log"),
     "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),
