@@ -137,6 +137,8 @@ class Operands(NamedTuple):
         """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
         if not self.has_matrices or self.transition.states < _STATES:
             return self
+        if isinstance(self.transition.pattern, Durations) and self.lengths is not None and self.transition.lead[-1] > 1:
+            return self  # gradients of its entries, which are sums, would not be 0 for NaN past a sequence's end
         cost = COST_OF_ARC if isinstance(self.transition.pattern, Arcs) else COST
         if cost * self.transition.multiply_adds < self.transition.states**2:
             return self

@@ -407,6 +407,19 @@ def test_logarithms_of_half_precision_are_added_in_float32(dtype):
     assert_close(half.scores, single.scores, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("function", ["product", "viterbi", "topk_paths"])
+def test_matrices_past_the_end_have_no_influence_on_gradients_of_shared_durations(function):
+    v, c, longest, n = 6, 12, 3, 400
+    matrix, durations = torch.zeros(1, v - 1, c, c), torch.zeros(c, longest, requires_grad=True)
+    matrix[:, 3:] = torch.nan
+    x, p0 = torch.zeros(n, v, c * longest), torch.zeros(c * longest)
+    options = {"lengths": torch.full((n,), 4), "log_params": True} | ({"k": 2} if function == "topk_paths" else {})
+    result = getattr(logchain, function)(x, Duration(matrix, durations), p0, **options)
+    value = result if function == "product" else result[1]
+    value.sum().backward()
+    assert durations.grad.isfinite().all() and durations.grad.sum() > 0
+
+
 x, p0 = torch.zeros(2, V, C), torch.ones(C)
 shared, stepped = (Duration(torch.ones(*lead, C, C), torch.ones(*lead, C, D)) for lead in ((), (V - 1,)))
 counting = torch.zeros(2, V, C * D), shared, torch.ones(C * D)
