@@ -407,6 +407,17 @@ def test_logarithms_of_half_precision_are_added_in_float32(dtype):
     assert_close(half.scores, single.scores, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("function", ["product", "viterbi", "entropy"])
+def test_linear_weights_past_the_end_have_gradient_0(function):
+    matrix = torch.ones(1, V - 1, C, C)
+    matrix[:, 2:] = torch.nan
+    structure = Duration(matrix.requires_grad_(), torch.ones(C, D))
+    x = torch.linspace(0, 9, V * C * D).square().view(1, V, C * D)
+    result = getattr(logchain, function)(x, structure, torch.ones(C * D), lengths=[3])
+    (result.score if function == "viterbi" else result).sum().backward()
+    assert matrix.grad[:, :2].any() and (matrix.grad[:, 2:] == 0).all()
+
+
 @pytest.mark.parametrize("function", ["product", "viterbi", "topk_paths"])
 def test_matrices_past_the_end_have_no_influence_on_gradients_of_shared_durations(function):
     v, c, longest, n = 6, 12, 3, 400
