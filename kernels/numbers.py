@@ -89,8 +89,8 @@ def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor
     # tensors of torch.func may say that they need no gradient
     if log_params or not torch.is_grad_enabled():
         return weights if log_params else weights.log()
-    zero = weights == 0
-    return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -math.inf)
+    positive = weights > 0
+    return torch.where(positive, weights.masked_fill(~positive, 1.0).log(), weights.detach().log())
 
 
 def probabilities(message: Tensor) -> Tensor:

@@ -65,6 +65,9 @@ def log_prob(
 
 def _of_batch(operands: Operands, states: Tensor) -> Tensor:
     states = checked(states, operands.x.shape[-1], "states")
+    # gradients of both terms nearly cancel: they are added before they are rounded to half precision
+    wide = (one.to(operands.dtype) if one.numel() <= operands.x.numel() else one for one in operands.tensors)
+    operands = operands.of(*wide)
     weight, norm = weight_of(operands, states), log_norm(operands)
     # a path may be impossible because the whole sequence is: -inf - (-inf) must not become NaN
     impossible = (weight == -torch.inf) & ~norm.isnan()

@@ -106,7 +106,9 @@ class Operands(Structured):
 
     def cheapest(self) -> "Operands":
         """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
-        if not self.has_matrices or self.transition.states < _STATES:
+        # gradients of entries of durations would not be 0 for NaN past a sequence's end
+        of_durations = isinstance(self.transition.pattern, Durations)
+        if of_durations or not self.has_matrices or self.transition.states < _STATES:
             return self
         cost = COST_OF_ARC if isinstance(self.transition.pattern, Arcs) else COST
         if cost * self.transition.multiply_adds < self.transition.states**2:
@@ -126,8 +128,9 @@ class Operands(Structured):
         return self.transition.lead.numel() * self.transition.states**2 <= most
 
     def with_matrices(self) -> "Operands":
-        """The operands with dense matrices in place of a structure."""
-        return self._replace(transition=Dense(self.transition.to_dense(log_params=self.log_params)))
+        """The operands with dense matrices in place of a structure, whose entries may be sums: in float32 at least."""
+        wide = self.transition.map(lambda parameter: parameter.to(self.dtype))
+        return self._replace(transition=Dense(wide.to_dense(log_params=self.log_params)))
 
     def in_c(self, name: str, *arguments: Any) -> Any:
         """The result of a function in C of structures where values are on a CPU; None for structures without it."""

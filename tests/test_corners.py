@@ -57,6 +57,30 @@ def test_entries_far_below_their_matrix_maximum_do_not_drift():
     assert_true(torch.full((1, 1000, 2), d), bulk, p0, log_params=True)
 
 
+@pytest.mark.parametrize("c", [3, 20, 40])
+@pytest.mark.parametrize("dtype, far", [(F32, 200.0), (F64, 1000.0)])
+def test_filtered_posteriors_of_low_emissions_before_an_impossible_step_are_exact(c, dtype, far):
+    bulk, x, p0 = torch.zeros(1, c, c, dtype=dtype), torch.zeros(2, 4, c, dtype=dtype), torch.eye(c, dtype=dtype)[0]
+    bulk[0, 0, 1:3] = 0.5  # no path leads on from states 1 and 2
+    x[:, 1, 1:3] = torch.tensor([-far, -far - 1.0])
+    for n in (1, 2):
+        posteriors = logchain.filtered(x[:n], bulk, p0).states[0, :, 1:3]
+        expected = torch.tensor([[0.0, 0.0], torch.tensor([0.0, -1.0]).softmax(0).tolist(), [0.0, 0.0], [0.0, 0.0]])
+        torch.testing.assert_close(posteriors, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_path_in_half_precision_are_rounded_once(dtype):
+    x, matrix, p0 = torch.zeros(1000, 2, dtype=dtype), torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.ones(2)
+    gradients = []
+    for kind in (dtype, F32):
+        logs = matrix.log().to(dtype).to(kind).requires_grad_()
+        states = torch.arange(1000) // 400 % 2
+        logchain.log_prob(x.to(kind), logs, p0.log().to(kind), states, log_params=True).backward()
+        gradients.append(logs.grad)
+    torch.testing.assert_close(*gradients, check_dtype=False, rtol=torch.finfo(dtype).eps, atol=0.0)
+
+
 negative = torch._neg_view
 
 

@@ -98,6 +98,8 @@ def from_arcs(
     """
     check_tensor("log_probs", log_probs, 2)
     *batch, frames, classes = log_probs.shape
+    if frames < 1:
+        raise ValueError(f"log_probs: expected [..., T, C], T at least 1, got {list(log_probs.shape)}")
     if not isinstance(arcs, Tensor):
         if scores is not None or final is not None or start:
             raise ValueError("arcs: expected a tensor to go with scores, final and start, got a sequence of acceptors")
@@ -268,7 +270,7 @@ def _checked(graph: Acceptor, classes: int | None = None, at: str = "") -> tuple
         raise ValueError(f"arcs{at}: expected [arcs, 3], at least one, got {list(arcs.shape)}")
     if scores.shape != arcs.shape[:1]:
         raise ValueError(f"scores{at}: expected [{len(arcs)}] to go with arcs, got {list(scores.shape)}")
-    check_integer(f"start{at}", start)
+    check_integer(f"start{at}", start, 0)
     arcs = arcs.to(scores.device, torch.int64)
     source, target, label = arcs.unbind(1)
     least, states = -1 if final is None else 0, int(arcs[:, :2].max()) + 1
@@ -286,8 +288,11 @@ def _checked(graph: Acceptor, classes: int | None = None, at: str = "") -> tuple
     if final is None:  # arcs with label -1 end a path
         if inside.all():
             raise ValueError(f"final{at}: expected final log-weights where no arc has label -1, got None")
-        return arcs[inside], scores[inside], LOG.sum_at(scores[~inside], source[~inside], states)
+        final = LOG.sum_at(scores[~inside], source[~inside], states)
+        arcs, scores = arcs[inside], scores[inside]
     check_tensor(f"final{at}", final, 1)
     if final.dim() > 1 or len(final) < states:
         raise ValueError(f"final{at}: expected [states], at least {states}, got {list(final.shape)}")
+    if start >= len(final):
+        raise ValueError(f"start{at}: expected a state from 0 to {len(final) - 1}, got {start}")
     return arcs, scores, final.to(scores.device)

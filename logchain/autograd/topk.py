@@ -29,9 +29,9 @@ _ENTRIES = 2**21
 def ranked_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths int64 [k, *B, v] or [k, total], -1 where there is no state; log-weights [*B, k], descending."""
     check_products(operands.transition)
-    if operands.has_matrices and operands.matrices_fit(_ENTRIES):
-        operands = operands.with_matrices()
-    states, unknown = dense_best_paths(operands, k) if operands.is_dense else topk_paths(operands, k)
+    dense = operands.has_matrices and operands.matrices_fit(_ENTRIES)
+    searched = operands.detached().with_matrices() if dense else operands
+    states, unknown = dense_best_paths(searched, k) if searched.is_dense else topk_paths(searched, k)
     states = states if operands.packed else states.movedim(-2, 0)
     scores = weight_of(operands, states).masked_fill(unknown, math.nan)
     # scores are rounded differently from the messages of the search, and may be in another order

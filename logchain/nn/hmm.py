@@ -284,7 +284,8 @@ class HMM(ChainModel):
 
         Raises:
             TypeError: the emission is no `InputLayer`, or a number is no integer.
-            ValueError: a number is negative, or the model has trained matrices for fewer steps.
+            ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
+                not `right_censored` do not sum to `num_steps`.
 
         >>> draws = HMM(2, "gaussian", num_features=3).sample(4, 5)
         >>> draws.states.shape, draws.data.shape
@@ -301,6 +302,9 @@ class HMM(ChainModel):
         potentials = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
         chain = self._chain(potentials, bulk, None)
         states = self._states(draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator), chain)
+        if not getattr(self.transition, "right_censored", True) and bool((states < 0).any()):
+            expected = "a sum of possible durations, since no segment may go on after the last step"
+            raise ValueError(f"num_steps: expected {expected}, got {num_steps}")
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
 

@@ -1,6 +1,7 @@
 """Explicit durations: hidden semi-Markov models, as chains of states that count the steps left."""
 
 import math
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from ..chain_arguments import ChainArguments
 from ..kernels import in_large_pages
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Durations
-from ..tensors import differentiated, is_plain, last_rows
+from ..kernels.weights import Weights, check_weights
+from ..tensors import differentiated, is_plain, is_readable, last_rows
 from .semiring import LINEAR, Semiring
 from .transition import Transition, Transposed, check_parameter, look_up
 
@@ -137,12 +139,12 @@ class Duration(Transition):
         Returns:
             `ChainArguments` with x `[*B, v, c D]`, -inf at a sequence's last step where r > 0 unless `right_censored`,
             the structure, p0 `[*B or ones, c D]` and `lengths`, int64 `[*B]`. Weights are logarithms, in float32 at
-            least, so that no product of p0 and durations underflows: `log_params` is True. Logarithms of negative
-            weights are NaN, and so are the results of their sequences.
+            least, so that no product of p0 and durations underflows: `log_params` is True.
 
         Raises:
             TypeError: an argument is of the wrong kind.
-            ValueError: sizes do not go together, a length is out of range, or `first_durations` are missing.
+            ValueError: sizes do not go together, a length is out of range, or `first_durations` are missing. On a CPU
+                also if a weight is negative; where parameters differ by steps, it makes its sequence NaN.
 
         Cost: one number read and D written for each state and step.
 
@@ -160,9 +162,14 @@ class Duration(Transition):
         c, longest = self.durations.shape[-2:]
         if x.shape[-1] != c:
             raise ValueError(f"x: expected [..., v, {c}] to go with the matrix of {c} states, got {list(x.shape)}")
+        if x.shape[-2] < 1:
+            raise ValueError(f"x: expected at least one variable [..., v, {c}], got {list(x.shape)}")
         batch = list(x.shape[:-2])
         if cu_seqlens is not None:
             check_integers("cu_seqlens", cu_seqlens)
+            if cu_seqlens.dim() != 1 or x.dim() != 2:
+                got = f"{list(cu_seqlens.shape)} and {list(x.shape)}"
+                raise ValueError(f"cu_seqlens: expected [n + 1] to go with x [total, {c}], got {got}")
             if lengths is not None:
                 raise ValueError("lengths: expected None with cu_seqlens, which holds them")
             batch = [len(cu_seqlens) - 1]
@@ -171,6 +178,8 @@ class Duration(Transition):
         for name, value, sizes in (("p0", p0, [(c,)]), ("first_durations", first, [(c,), (longest,)])):
             check_tensor(name, value, len(sizes), like=x)
             check_sizes(name, value, (*batch_sizes(batch, value.dim() - len(sizes)), *sizes), x)
+        if not log_params:
+            self._check_signs(p0=p0, first_durations=first)
         start, first, *parameters = (
             log_weights(weights, log_params, torch.promote_types(weights.dtype, torch.float32))
             for weights in (p0, first, *self.parameters)
@@ -182,6 +191,13 @@ class Duration(Transition):
                 unfinished.index_fill_(0, last_rows(x, ends, cu_seqlens), -math.inf)
         weights = (start[..., None] + first).flatten(-2)
         return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends)
+
+    def _check_signs(self, **weights: Tensor) -> None:
+        """Raise on a CPU for one of these weights below 0, or in parameters that serve all steps."""
+        columns = zip(self.names, self.parameters, self.leads, strict=True)
+        weights = {name: one for name, one, lead in columns if lead[-1:] in ((), (1,))} | weights
+        if is_readable(*weights.values()):
+            check_weights(*starmap(Weights, weights.items()))
 
     def _shared_durations(self) -> Tensor:
         """The durations [*B or ones, c, D] of all steps."""
@@ -206,6 +222,7 @@ class Duration(Transition):
 
         Raises:
             TypeError: an argument is of the wrong kind.
+            ValueError: a state is c D or above (checked on a CPU).
 
         Cost: one number read for each step.
 
@@ -215,7 +232,9 @@ class Duration(Transition):
         (tensor([ 0,  0,  0,  0,  1,  1, -1]), tensor([3, 0, 0, 1, 2, 0, 0]))
         """
         check_integers("paths", paths)
-        longest = self.durations.shape[-1]
+        if is_readable(paths) and paths.numel() and (high := int(paths.max())) >= self.states:
+            raise ValueError(f"paths: expected states from -1 to c D - 1 = {self.states - 1}, got {high}")
+        paths, longest = paths.long(), self.durations.shape[-1]
         begins = (paths % longest == 0).roll(1, -1)
         begins[..., 0 if cu_seqlens is None else cu_seqlens[:-1].long()] = True
         begins &= paths >= 0

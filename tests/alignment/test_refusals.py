@@ -62,6 +62,13 @@ ARCS = [
     (lambda: arcs([0, 1, 2]), ValueError, r"arcs: expected \[arcs, 3\], at least one, got \[3\]"),
     (lambda: arcs([[0, 3, 2]], torch.zeros(3)), ValueError, r"final: expected \[states\], at least 4, got \[3\]"),
     (lambda: arcs([[0, 1, 2]], torch.zeros(2), "0"), TypeError, "start: expected an integer, got '0'"),
+    (lambda: arcs([[0, 1, 2]], torch.zeros(2), -1), ValueError, "start: expected 0 or more, got -1"),
+    (lambda: arcs([[0, 1, 2]], torch.zeros(3), 3), ValueError, "start: expected a state from 0 to 2, got 3"),
+    (
+        lambda: alignment.from_arcs(torch.zeros(2, 0, 4), torch.tensor([[0, 1, 2]]), torch.zeros(1), torch.zeros(2)),
+        ValueError,
+        r"log_probs: expected \[..., T, C\], T at least 1, got \[2, 0, 4\]",
+    ),
     (lambda: acceptors(1, 4), ValueError, r"arcs\[1\]: .* to C - 1 = 3, got \[0, 0, 4\] as arc 0"),
     (lambda: acceptors(1, 2, 3), ValueError, r"arcs: expected an acceptor for each sequence of batch \[2\], got 3"),
     (lambda: acceptors(batch=0), ValueError, r"arcs: expected an acceptor for each sequence of batch \[0\], got 0"),

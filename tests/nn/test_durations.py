@@ -92,6 +92,19 @@ def test_step_reaches_the_maximum_of_the_family(family):
     assert all(parameter.grad is None for parameter in durations.parameters())
 
 
+@pytest.mark.parametrize("seed", range(40, 60))
+def test_step_without_a_maximum_stays_finite_and_gains(seed):
+    # variances below the means: the best negative binomial is the limit of an infinite count
+    generator = seeded(seed)
+    part = Durations(3, 6, "negative_binomial", generator=generator).durations
+    means, width = 2.5 * torch.rand(3, 1, generator=generator), torch.rand(3, 1, generator=generator)
+    shares = torch.softmax(-2 * width * (torch.arange(6) - means) ** 2, -1)
+    before = (shares * part()).sum().detach()
+    part.set(shares)
+    assert (shares * part()).sum() > before
+    assert all(parameter.isfinite().all() for parameter in part.parameters())
+
+
 @FAMILY
 def test_em_recovers_the_parameters_and_never_falls(family):
     transition = Durations(3, 8, family)
@@ -158,6 +171,15 @@ def test_draws_have_the_probabilities_of_segmentations(right_censored):
             share = share / total
             frequency = (drawn == torch.tensor(steps)).all(-1).double().mean().item()
             assert abs(frequency - share) <= 5 * np.sqrt(share / count) + 5 / count
+
+
+def test_draws_of_a_length_that_no_segments_have_are_refused():
+    transition = Durations(2, 3, right_censored=False)
+    transition.set(1 - torch.eye(2), torch.tensor([0.0, 0.0, 1.0]).expand(2, 3))
+    hmm = HMM(2, "poisson", transition=transition)
+    with pytest.raises(ValueError, match="^num_steps: expected a sum of possible durations, .* got 4$"):
+        hmm.sample(2, 4)
+    assert hmm.sample(2, 6).states.diff().count_nonzero() == 2
 
 
 @FAMILY

@@ -385,9 +385,47 @@ def test_memory_of_a_step_is_that_of_its_counting_states():
     assert logchain.log_prob(**chain, states=paths).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logarithms_of_half_precision_are_added_in_float32(dtype):
+    model = Model.random(3)
+    x, p0 = torch.zeros(V, C * D), torch.zeros(C * D)
+    # the sum of two logarithms near -4e4 is beyond float16
+    matrix, durations = (weights.log().to(dtype) - 4e4 for weights in (model.matrix, model.durations))
+    half, single = (
+        logchain.topk_paths(x.to(kind), Duration(matrix.to(kind), durations.to(kind)), p0.to(kind), 3, log_params=True)
+        for kind in (dtype, F32)
+    )
+    assert_close(half.scores, single.scores, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("function", ["product", "viterbi", "entropy"])
+def test_linear_weights_past_the_end_have_gradient_0(function):
+    matrix = torch.ones(1, V - 1, C, C)
+    matrix[:, 2:] = torch.nan
+    structure = Duration(matrix.requires_grad_(), torch.ones(C, D))
+    x = torch.linspace(0, 9, V * C * D).square().view(1, V, C * D)
+    result = getattr(logchain, function)(x, structure, torch.ones(C * D), lengths=[3])
+    (result.score if function == "viterbi" else result).sum().backward()
+    assert matrix.grad[:, :2].any() and (matrix.grad[:, 2:] == 0).all()
+
+
+@pytest.mark.parametrize("function", ["product", "viterbi", "topk_paths"])
+def test_matrices_past_the_end_have_no_influence_on_gradients_of_shared_durations(function):
+    v, c, longest, n = 6, 12, 3, 400
+    matrix, durations = torch.zeros(1, v - 1, c, c), torch.zeros(c, longest, requires_grad=True)
+    matrix[:, 3:] = torch.nan
+    x, p0 = torch.zeros(n, v, c * longest), torch.zeros(c * longest)
+    options = {"lengths": torch.full((n,), 4), "log_params": True} | ({"k": 2} if function == "topk_paths" else {})
+    result = getattr(logchain, function)(x, Duration(matrix, durations), p0, **options)
+    value = result if function == "product" else result[1]
+    value.sum().backward()
+    assert durations.grad.isfinite().all() and durations.grad.sum() > 0
+
+
 x, p0 = torch.zeros(2, V, C), torch.ones(C)
 shared, stepped = (Duration(torch.ones(*lead, C, C), torch.ones(*lead, C, D)) for lead in ((), (V - 1,)))
 counting = torch.zeros(2, V, C * D), shared, torch.ones(C * D)
+MINUS_1 = "expected non-negative weights, got -1 at [0, 0]; pass log_params=True for logarithms"
 WRONG = {
     "x: expected [..., v, 2] to go with the matrix of 2 states, got [2, 4, 6]": lambda: shared.arguments(
         counting[0], p0
@@ -408,6 +446,15 @@ WRONG = {
     "lengths: expected None with cu_seqlens, which holds them": lambda: shared.arguments(
         x[0], p0, cu_seqlens=torch.tensor([0, 4]), lengths=4
     ),
+    "cu_seqlens: expected [n + 1] to go with x [total, 2], got [1, 2] and [4, 2]": lambda: shared.arguments(
+        x[0], p0, cu_seqlens=torch.tensor([[0, 4]])
+    ),
+    "x: expected at least one variable [..., v, 2], got [2, 0, 2]": lambda: shared.arguments(x[:, :0], p0),
+    f"p0: {MINUS_1}": lambda: shared.arguments(x, -p0[None]),
+    f"durations: {MINUS_1}": lambda: Duration(shared.matrix, -shared.durations).arguments(x, p0),
+    f"matrix: {MINUS_1}": lambda: Duration(-shared.matrix, shared.durations).arguments(x, p0),
+    f"first_durations: {MINUS_1}": lambda: stepped.arguments(x, p0, first_durations=-shared.durations),
+    "paths: expected states from -1 to c D - 1 = 5, got 6": lambda: shared.path_segments(torch.tensor([0, 6])),
     "right_censored: expected True or False, got 1": lambda: shared.arguments(x, p0, right_censored=1),
     "log_params: expected True or False, got 'log'": lambda: shared.arguments(x, p0, log_params="log"),
     "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),

@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import logchain
 from logchain import nn
+from logchain.transitions import Duration
 from tests.transitions.structures import MAKE, C, numbers
 
 V = 5
@@ -116,3 +117,16 @@ def test_an_export_is_refused():
     hmm = nn.HMM(C, "gaussian", transition=nn.transitions.LowRank(C, 3))
     with pytest.raises(NotImplementedError, match=r"^bulk: expected a tensor inside torch\.export, got a structure"):
         torch.export.export(hmm, (torch.zeros(4, V),))
+
+
+def test_arguments_of_durations_are_one_graph():
+    lengths, rand = torch.tensor([3, V]), numbers(6)
+    x, p0, matrix, durations = torch.zeros(2, V, 2, dtype=torch.float64), rand(2), rand(2, 2), rand(2, 3)
+
+    def call(x, matrix, durations):
+        chain = Duration(matrix, durations).arguments(x, p0, lengths=lengths)
+        return chain.x, chain.p0, *chain.bulk.parameters
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    for result, expected in zip(compiled(x, matrix, durations), call(x, matrix, durations), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)

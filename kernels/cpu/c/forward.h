@@ -113,6 +113,8 @@ static int settle(Walk *w, int64_t place, int64_t step, const real *sums) {
     if (step > 0 && !a->lossy[q] && needs_check(member->raised, range)) {
         if (rescale(&w->matrix)) return 1;
         a->lossy[q] = (uint8_t)is_lossy(a->states, sums, 1, range.most, &w->matrix);
+        /* sums of 0 do not show whether the raised message before, which is written, is right */
+        if (a->out.filtered && member->raised && range.most == 0) a->lossy[q] = 1;
     }
     int64_t exponent = exponent_of(range.most);
     real top = top_of(x, a->states);

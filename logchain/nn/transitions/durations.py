@@ -1,6 +1,7 @@
 """Trained durations of states: hidden semi-Markov models."""
 
 import math
+from contextlib import suppress
 from typing import Literal, cast
 
 import torch
@@ -125,18 +126,29 @@ class FamilyWeights(LogWeights):
         self.family.reset_parameters(generator)
 
     def _store(self, probabilities: Tensor) -> None:
-        """Set the family's parameters to those that maximize `sum probabilities log q`, from their values on."""
-        optimizer = torch.optim.LBFGS(self.family.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+        """Set the family's parameters to the best that a maximization of `sum probabilities log q` meets."""
+        parameters, best = list(self.family.parameters()), math.inf
+        optimizer = torch.optim.LBFGS(parameters, max_iter=100, line_search_fn="strong_wolfe")
+        values = [parameter.detach().clone() for parameter in parameters]
 
         def cross_entropy() -> Tensor:
+            nonlocal best, values
             optimizer.zero_grad()
             terms = probabilities * self().masked_fill(probabilities == 0, 0.0)  # not 0 times -inf
             loss: Tensor = -terms.sum()
+            if not loss.isfinite():  # the supremum may lie at infinity, where a line search leaves the numbers
+                raise FloatingPointError
+            if loss < best:
+                best, values = loss.item(), [parameter.detach().clone() for parameter in parameters]
             loss.backward()
             return loss
 
-        optimizer.step(cross_entropy)
+        with suppress(FloatingPointError):
+            optimizer.step(cross_entropy)
         optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
 
 
 def _family(name: str, num_states: int, mean: float, generator: torch.Generator | None) -> Distribution:
