@@ -473,7 +473,7 @@ def queries(v: int = 1000, c: int = 401, bands: int = 3) -> Iterator[Comparison]
     for name, function in functions.items():
         calls = {"logchain": partial(function, x, structure, p0)}
         calls["its dense matrix"] = partial(function, x, structure.to_dense()[None], p0)
-        yield Comparison(f"structures/Banded n=1 v={v} c={c}, {bands} bands/{name}", calls)
+        yield Comparison(f"queries/Banded n=1 v={v} c={c}, {bands} bands/{name}", calls)
 
 
-STRUCTURES = banded, queries, sparse, low_rank, monarch, ctc
+STRUCTURES = banded, sparse, low_rank, monarch, ctc

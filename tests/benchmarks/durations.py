@@ -65,4 +65,4 @@ def compared(c: int, longest: int, n: int, v: int) -> Iterator[Comparison]:
         if STEPS // 2 * 4 * (c * longest) ** 3 <= MOST_BYTES:
             agree(product(few, *operands), torch_struct(few, *operands))
             calls["torch-struct"] = Part(make(torch_struct, few, *operands), STEPS / (n * v))
-        yield Comparison(f"structures/Duration n={n} v={v} c={c}, up to {longest} steps/{mode}", calls)
+        yield Comparison(f"durations/n={n} v={v} c={c}, up to {longest} steps/{mode}", calls)

@@ -115,13 +115,15 @@ def peers() -> str:
 
 
 def compared(kind: str) -> str:
-    """Logchain's time, and the others' over it, a column for each."""
+    """Logchain's time, the others' over it, and peaks of memory where they were measured, a column for each."""
     place, cases = load(kind)
-    names = dict.fromkeys(name for values in cases.values() for name, metric in values if metric == RATIO)
+    columns = dict.fromkeys(key for values in cases.values() for key in values if key[1] in (RATIO, PEAK))
+    columns = sorted(columns, key=lambda column: column[1] == PEAK)
     lines = []
     for case, values in cases.items():
-        numbers = (cell(values, name, RATIO, "x") for name in names)
+        numbers = (cell(values, *column, "x") for column in columns)
         lines.append((*case.split("/")[1:], cell(values, "logchain", TIME, "ms"), *numbers))
+    names = [name if metric == RATIO else f"{name}: {metric}" for name, metric in columns]
     return table(place, ("workload, float32", "mode", "logchain", *names), lines)
 
 
@@ -149,7 +151,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "accuracy": lambda: by_provider("accuracy", errors),
     "memory": lambda: by_provider("memory", lambda values, name: cell(values, name, PEAK, "x")),
-    **{kind: partial(compared, kind) for kind in ("layers", "paths", "ranks", "schedules", "sharpness", "streams")},
+    **{
+        kind: partial(compared, kind)
+        for kind in ("durations", "layers", "paths", "queries", "ranks", "schedules", "sharpness", "streams")
+    },
     "structures": partial(compared, "structures"),
     # where the numbers of the plot of jobs come from
     "caption": lambda: of_jobs()[0],

@@ -293,10 +293,8 @@ def tasks() -> list[Task]:
         *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
         *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
         *(Task(f"structures/{make.__name__}", make) for make in cases.STRUCTURES),
-        *(
-            Task(f"structures/durations of {size}", durations.compared, size, "torch-struct")
-            for size in durations.SIZES
-        ),
+        Task("queries/bands", cases.queries),
+        *(Task("durations/c={} D={}".format(*size), of_durations, size, "torch-struct") for size in durations.SIZES),
         *(Task(f"schedules/{workload}", cases.schedules, (workload,), threads=count) for count, workload in cases.CUT),
         Task("streams", cases.streams),
         *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in RANKS),
