@@ -249,21 +249,22 @@ _checked_between_graphs = between_graphs(_checked)
 
 
 def _packed_operands(x: Tensor, transition: Transition, p0: Tensor, log_params: bool, n: int) -> Operands:
-    """The operands of n packed sequences, after the checks of one sequence, whose sizes have the same errors."""
-    total, c = x.shape
-    check_tensor("p0", p0, 1)
+    """The operands of n packed sequences, after checks; a structure's other sizes are checked as of one sequence."""
+    (total, c), dense = x.shape, isinstance(transition, Dense)
+    check_tensor("p0", p0, 1, like=x)
     if p0.shape not in ((c,), (n, c)):
         raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
     shared = []
     for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
-        check_tensor("bulk", parameter, own)
+        check_tensor("bulk", parameter, own, like=x)
         lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
-        expected = torch.Size([c, c]) if isinstance(transition, Dense) else sizes
+        expected = torch.Size([c, c]) if dense else sizes
         if lead not in ((), (1,), (total,)) or sizes != expected:
             text = f"[1 or {total}, {', '.join(map(str, expected))}] to go with cu_seqlens"
             raise ValueError(f"bulk: expected shape {text}, got {list(parameter.shape)}")
         shared.append(parameter[None, :1] if lead else parameter)
-    check_operands(x[None], transition.with_parameters(*shared), p0[:1] if p0.dim() > 1 else p0, log_params, None)
+    if not dense or c == 0:
+        check_operands(x[None], transition.with_parameters(*shared), p0[:1] if p0.dim() > 1 else p0, log_params, None)
     return Operands(x, transition, p0, None, log_params)
 
 

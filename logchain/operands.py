@@ -107,8 +107,9 @@ class Operands(Structured):
     def cheapest(self) -> "Operands":
         """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
         # gradients of entries of durations would not be 0 for NaN past a sequence's end
-        of_durations = isinstance(self.transition.pattern, Durations)
-        if of_durations or not self.has_matrices or self.transition.states < _STATES:
+        if self.is_dense or isinstance(self.transition.pattern, Durations):
+            return self
+        if not self.has_matrices or self.transition.states < _STATES:
             return self
         cost = COST_OF_ARC if isinstance(self.transition.pattern, Arcs) else COST
         if cost * self.transition.multiply_adds < self.transition.states**2:

@@ -26,7 +26,7 @@ from .scan import Message, Steps, messages
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
     """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for unknown sequences."""
     check_products(operands.transition)
-    states, unknown = best_paths(operands.detached().cheapest())
+    states, unknown = best_paths(operands if operands.is_dense else operands.detached().cheapest())
     return states, weight_of(operands, states).masked_fill(unknown, math.nan)
 
 
