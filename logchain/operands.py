@@ -106,15 +106,20 @@ class Operands(Structured):
 
     def cheapest(self) -> "Operands":
         """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
+        return self.with_matrices() if self.takes_longer else self
+
+    @property
+    def takes_longer(self) -> bool:
+        """Whether a structure takes longer on a CPU than its dense matrices, which are small next to x."""
         # gradients of entries of durations would not be 0 for NaN past a sequence's end
         if self.is_dense or isinstance(self.transition.pattern, Durations):
-            return self
+            return False
         if not self.has_matrices or self.transition.states < _STATES:
-            return self
+            return False
         cost = COST_OF_ARC if isinstance(self.transition.pattern, Arcs) else COST
         if cost * self.transition.multiply_adds < self.transition.states**2:
-            return self
-        return self.with_matrices() if self.matrices_fit(self.x.numel() // _READS) else self
+            return False
+        return self.matrices_fit(self.x.numel() // _READS)
 
     @property
     def has_matrices(self) -> bool:

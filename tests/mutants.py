@@ -196,8 +196,9 @@ MUTANTS = [
     Mutant("values of bands without a source are entries of matrices", "logchain/transitions/banded.py",
            "places.masked_fill(~inside, self.states**2)", "places",
            "tests/transitions/test_queries.py -k many_entries"),
-    Mutant("structures are matrices however few their entries", "logchain/operands.py", "if cost * self",
-            "if -cost * self", "tests/transitions/test_queries.py -k few_entries"),
+    Mutant("structures are matrices however few their entries", "logchain/operands.py",
+           "if cost * self.transition.multiply_adds <", "if cost * self.transition.multiply_adds < 0 *",
+           "tests/transitions/test_queries.py -k few_entries"),
     Mutant("denormal weights are 0", C + "split.h", "where(denormal, a * power_of_two(FRACTION + 1), a)",
            "where(denormal, splat(0), a)", STRUCTURES),
     *(Mutant(name, C + file, old, new, "tests/kernels/test_structure_paths.py -k messages")

@@ -81,10 +81,9 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of p0 and
     parameters, of the dtype of the arithmetic, and differentiable once.
     """
-    cheapest = operands.cheapest()
-    if not any(needs[2:]):
-        operands = cheapest
-    operands, direct = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors)), operands is cheapest
+    direct = not (any(needs[2:]) and operands.takes_longer)
+    operands = operands.cheapest() if direct else operands
+    operands = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
     again = differentiated(*operands.tensors)
     if operands.is_dense and not operands.packed:
         x, bulk, p0, lengths, log_params = dense = operands.dense
