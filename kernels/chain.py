@@ -222,7 +222,7 @@ class Chain:
         return -math.inf if self.log_params else 0.0
 
     def new(self, *shape: int) -> Tensor:
-        """An uninitialised tensor of the dtype of the arithmetic."""
+        """An uninitialized tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
     def matrix(self, index: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..arguments import Lengths, as_lengths, check_dense, check_is_tensor, tensor_of
 from .checks import check_mask, mask_of
 from .emissions.input_layer import InputLayer
-from .fitting import Fit, Optimiser, fit, frozen
+from .fitting import Fit, Optimizer, fit, frozen
 from .log_weights import LogWeights
 from .parameters import fill, over
 
@@ -21,7 +21,7 @@ class ChainModel(torch.nn.Module):
     stationary = False
 
     @torch.no_grad()
-    def initialise(
+    def initialize(
         self,
         data: Tensor,
         observed: Tensor | None = None,
@@ -34,7 +34,7 @@ class ChainModel(torch.nn.Module):
 
         >>> from logchain.nn import HMM
         >>> hmm = HMM(2, "gaussian")
-        >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))
+        >>> hmm.initialize(torch.tensor([1.0, 1.0, 5.0]))
         >>> hmm.emission.means.detach().sort().values
         tensor([1., 5.])
         """
@@ -46,7 +46,7 @@ class ChainModel(torch.nn.Module):
                     part.reset_parameters(generator)
             if isinstance(emission, InputLayer) and any(p.requires_grad for p in emission.parameters()):
                 data, known, _ = self._observations(data, observed, lengths)
-                emission.initialise(data, known, generator=generator)
+                emission.initialize(data, known, generator=generator)
 
     def fit(
         self,
@@ -60,7 +60,7 @@ class ChainModel(torch.nn.Module):
         tolerance: float = 1e-2,
         batch_size: int | None = None,
         step: float | Callable[[int], float] | None = None,
-        optimiser: Optimiser | None = None,
+        optimizer: Optimizer | None = None,
         restarts: int = 1,
         generator: torch.Generator | None = None,
         progress: bool = False,
@@ -94,7 +94,7 @@ class ChainModel(torch.nn.Module):
             tolerance=tolerance,
             batch_size=batch_size,
             step=step,
-            optimiser=optimiser,
+            optimizer=optimizer,
             restarts=restarts,
             generator=generator,
             progress=progress,

@@ -20,7 +20,7 @@ class Part(Protocol):
     def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Tensor:
         """The expected sufficient statistics of a batch, in float64; those of several batches are added."""
 
-    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
         """Take the parameters of the largest expected log-likelihood, or move the mean parameters `step` of the way."""
 
 
@@ -68,7 +68,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     r"""One step of expectation maximization: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
-        model: a module; fitted are its submodules (or itself) that have methods `statistics` and `maximise`, as
+        model: a module; fitted are its submodules (or itself) that have methods `statistics` and `maximize`, as
             `LogWeights` and most input layers have, and all of whose parameters are trained.
         log_likelihoods: for each batch, a function that computes its log-likelihood (a scalar, nats) by calling the
             model. The statistics of all batches are added up before the parameters change.
@@ -100,5 +100,5 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     if not totals:
         raise ValueError("log_likelihoods: expected at least one batch, got none")
     for part, expected in sums.items():
-        part.maximise(expected, step)
+        part.maximize(expected, step)
     return sum(totals[1:], totals[0])

@@ -16,7 +16,7 @@ from .checks import check_count, check_differentiable, check_number, check_step,
 from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step, trained_parts
 
-Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Fit(NamedTuple):
@@ -64,7 +64,7 @@ def fit(
     tolerance: float = 1e-2,
     batch_size: int | None = None,
     step: float | Callable[[int], float] | None = None,
-    optimiser: Optimiser | None = None,
+    optimizer: Optimizer | None = None,
     restarts: int = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -72,7 +72,7 @@ def fit(
     r"""Maximize the log-likelihood `sum log p(data)` over the trained parameters of a model, in place.
 
     Args:
-        model: a module with `log_prob(data, **conditions) -> [n]`; for `restarts`, with `initialise(data, ...)` too.
+        model: a module with `log_prob(data, **conditions) -> [n]`; for `restarts`, with `initialize(data, ...)` too.
         data: `[n, ...]`, of n independent sequences or samples.
         conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
         method: "em" for expectation maximization, where every trained parameter must belong to a part whose maximum has
@@ -82,14 +82,14 @@ def fit(
             more, -inf never. It has no effect with mini-batches, whose gains are random.
         batch_size: number of sequences that are computed at a time. "em" adds up the statistics of all batches, so that
             only the memory changes, unless a `step` makes them mini-batches. With "gradient" every batch, in random
-            order, is a mini-batch: a step of the optimiser.
+            order, is a mini-batch: a step of the optimizer.
         step: makes the batches of "em" mini-batches, in random order: after each, the mean parameters move this part of
             the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
-        optimiser: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
-        restarts: number of times to start from `model.initialise(data, generator=..., **conditions)`; the best fit is
+        optimizer: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
+        restarts: number of times to start from `model.initialize(data, generator=..., **conditions)`; the best fit is
             taken. Of several, a start that meets a `DegenerateError` is skipped: a variance that
             reaches 0, or a log-likelihood that is not finite. 0 starts from the present parameters.
-        generator: the source of randomness for the order of batches and for `initialise`.
+        generator: the source of randomness for the order of batches and for `initialize`.
         progress: show a progress bar (tqdm) of the iterations.
 
     Returns:
@@ -124,7 +124,7 @@ def fit(
     >>> hmm.emission.log_rates.exp().detach()
     tensor([3.5000])
     """
-    run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimiser, generator)
+    run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimizer, generator)
     check_unsharded(model)
     check_differentiable("fit")
     check_number("tolerance", tolerance)
@@ -132,8 +132,8 @@ def fit(
     check_count("max_iterations", max_iterations, least=0)
     check_count("restarts", restarts, least=0)
     run.check()
-    if restarts and not hasattr(model, "initialise"):
-        raise TypeError(f"restarts: expected 0 for {type(model).__name__}, which has no `initialise`")
+    if restarts and not hasattr(model, "initialize"):
+        raise TypeError(f"restarts: expected 0 for {type(model).__name__}, which has no `initialize`")
     if progress:
         check_progress()
     fits: list[Fit] = []
@@ -141,7 +141,7 @@ def fit(
     best: dict[str, Tensor] = {}
     for start in range(1, max(1, restarts) + 1):
         if restarts:
-            run.model.initialise(data, generator=generator, **run.conditions)
+            run.model.initialize(data, generator=generator, **run.conditions)
         title = f"start {start} of {restarts}" if restarts > 1 else "fit"
         try:
             outcome = _one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance)
@@ -185,7 +185,7 @@ class _Run(NamedTuple):
     method: str
     batch_size: int | None
     step: float | Callable[[int], float] | None
-    optimiser: Optimiser | None
+    optimizer: Optimizer | None
     generator: torch.Generator | None
 
     @property
@@ -230,12 +230,12 @@ class _Run(NamedTuple):
                     raise ValueError(f"{name}: expected {expected}, got {len(value)}")
         if self.step is not None and not callable(self.step):
             check_step(self.step)
-        if self.optimiser is not None and not callable(self.optimiser):
-            raise TypeError(f"optimiser: expected a function of the parameters, got {self.optimiser!r}")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise TypeError(f"optimizer: expected a function of the parameters, got {self.optimizer!r}")
         trained = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
         if self.method == "em":
-            if self.optimiser is not None:
-                raise ValueError("optimiser: expected None with method 'em'")
+            if self.optimizer is not None:
+                raise ValueError("optimizer: expected None with method 'em'")
             closed = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
             if names := [name for name, parameter in trained.items() if id(parameter) not in closed]:
                 expected = "'gradient' for parameters without a maximum in closed form"
@@ -244,9 +244,9 @@ class _Run(NamedTuple):
         if not trained:
             raise ValueError("model: expected trained parameters with method 'gradient', got none")
         if self.step is not None:
-            raise ValueError("step: expected None with method 'gradient', whose optimiser has one")
-        if not self.optimiser and not self.moving and any(part.dtype == torch.float16 for part in trained.values()):
-            raise ValueError("optimiser: expected one for parameters in float16, in which L-BFGS overflows, got None")
+            raise ValueError("step: expected None with method 'gradient', whose optimizer has one")
+        if not self.optimizer and not self.moving and any(part.dtype == torch.float16 for part in trained.values()):
+            raise ValueError("optimizer: expected one for parameters in float16, in which L-BFGS overflows, got None")
 
 
 def _divided(condition: object) -> bool:
@@ -285,12 +285,12 @@ def _em(run: _Run) -> Advance:
 
 
 def _gradient(run: _Run) -> Advance:
-    """A function that does a step of the optimiser for one batch and returns its log-likelihood before it."""
+    """A function that does a step of the optimizer for one batch and returns its log-likelihood before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
-    optimiser: Any = (run.optimiser or (adam if run.moving else lbfgs))(parameters)
-    if not hasattr(optimiser, "step"):
-        raise TypeError(f"optimiser: expected a function that returns an optimiser, got one that returns {optimiser!r}")
+    optimizer: Any = (run.optimizer or (adam if run.moving else lbfgs))(parameters)
+    if not hasattr(optimizer, "step"):
+        raise TypeError(f"optimizer: expected a function that returns an optimizer, got one that returns {optimizer!r}")
     # the loss is a mean over sequences, so that a learning rate suits any number of them
     scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
@@ -298,12 +298,12 @@ def _gradient(run: _Run) -> Advance:
         (batch,) = batches
 
         def closure() -> Tensor:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss = -batch() * scale
             loss.backward()
             return loss
 
-        loss: Tensor = optimiser.step(closure)
+        loss: Tensor = optimizer.step(closure)
         return -loss.detach() / scale
 
     return advance

@@ -35,7 +35,7 @@ class LogWeights(torch.nn.Module):
     tensor([[-0.9000,  0.9000],
             [ 0.0000,  0.0000]])
     >>> counts = weights.statistics(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))  # the gradient of a log-likelihood
-    >>> weights.maximise(counts)
+    >>> weights.maximize(counts)
     >>> weights().exp()
     tensor([[0.7500, 0.2500],
             [0.0000, 1.0000]], grad_fn=<ExpBackward0>)
@@ -106,7 +106,7 @@ class LogWeights(torch.nn.Module):
         return flow.double()
 
     @torch.no_grad()
-    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the weights to normalized expected counts, with the prior's; where all counts are 0, they stay.
 
         Args:

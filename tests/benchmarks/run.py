@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import logchain
-from tests.benchmarks import cases, durations
+from tests.benchmarks import cases, structures
 from tests.benchmarks.cases import GRADIENTS, MODES, ONE, STEP, Call, Comparison, Part, Workload, draw
 from tests.benchmarks.peers import PEERS, Peer
 
@@ -220,7 +220,7 @@ def peak(workload: Workload, name: str, mode: str) -> Iterator[Row]:
 
 def of_durations(c: int, longest: int, n: int = 8, v: int = 1000) -> Iterator[Row | Comparison]:
     """Times, and the peak of memory over the bytes of x, of providers that compute the whole case."""
-    for comparison in durations.compared(c, longest, n, v):
+    for comparison in structures.durations(c, longest, n, v):
         yield comparison
         for name, call in comparison.calls.items():
             if not isinstance(call, Part):
@@ -292,9 +292,12 @@ def tasks() -> list[Task]:
         Task("layers/HMM", cases.hmm, packages="hmmlearn, pomegranate", threads=2),
         *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
         *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
-        *(Task(f"structures/{make.__name__}", make) for make in cases.STRUCTURES),
-        Task("queries/bands", cases.queries),
-        *(Task("durations/c={} D={}".format(*size), of_durations, size, "torch-struct") for size in durations.SIZES),
+        *(Task(f"structures/{make.__name__}", make) for make in structures.STRUCTURES),
+        Task("queries/bands", structures.queries),
+        *(
+            Task("durations/c={} D={}".format(*size), of_durations, size, "torch-struct")
+            for size in structures.DURATIONS
+        ),
         *(Task(f"schedules/{workload}", cases.schedules, (workload,), threads=count) for count, workload in cases.CUT),
         Task("streams", cases.streams),
         *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in RANKS),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.benchmarks import cases, gpu_day, report, run
+from tests.benchmarks import cases, gpu_day, report, run, structures
 from tests.benchmarks.cases import FULL, GRADIENTS, MODES, STEP, Comparison, Part, Workload
 from tests.benchmarks.run import RATIO, TIME, Row, Task
 
@@ -60,7 +60,7 @@ def test_comparison_has_a_time_and_a_ratio_by_provider():
 
 
 def test_comparison_of_different_values_is_refused():
-    assert next(cases.ctc(steps=8, labels=2, n=2, classes=4)).calls
+    assert next(structures.ctc(steps=8, labels=2, n=2, classes=4)).calls
     with pytest.raises(AssertionError):
         cases.agree(torch.ones(2), np.array([1.0, 1.01]))
 

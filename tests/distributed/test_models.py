@@ -68,7 +68,7 @@ def write_sharded(rank, kind, method):
     getattr(model, method)(CATEGORIES if kind == "circuit" else VECTORS)
 
 
-@pytest.mark.parametrize(("kind", "method"), [("hmm", "fit"), ("circuit", "initialise")])
+@pytest.mark.parametrize(("kind", "method"), [("hmm", "fit"), ("circuit", "initialize")])
 def test_sharded_parameters_are_not_written(teams, kind, method):
     """FSDP2 would drop what these methods write."""
     for error in teams(2).errors(write_sharded, kind, method):

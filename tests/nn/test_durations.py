@@ -83,7 +83,7 @@ def test_step_reaches_the_maximum_of_the_family(family):
     before = durations().detach()
     for step in (0.0, 0.5, 1.0):
         target = (1 - step) * durations().exp().detach() + step * counts / counts.sum(1, keepdim=True)
-        durations.maximise(counts, step)
+        durations.maximize(counts, step)
         slopes = torch.autograd.grad((target[:2] * durations()[:2]).sum(), list(durations.parameters()))
         assert all(slope.abs().max() < 1e-4 for slope in slopes)
         torch.testing.assert_close(durations()[2], before[2])  # which has no counts
@@ -186,9 +186,9 @@ def test_draws_of_a_length_that_no_segments_have_are_refused():
 def test_restarts_draw_durations_again(family):
     hmm, data = semi_markov(family), categories(5, V)
     durations = hmm.transition.durations().clone()
-    hmm.initialise(data, generator=seeded(7))
+    hmm.initialize(data, generator=seeded(7))
     again = copy.deepcopy(hmm)
-    again.initialise(data, generator=seeded(7))
+    again.initialize(data, generator=seeded(7))
     assert torch.equal(again.transition.durations(), hmm.transition.durations())
     assert not torch.equal(durations, hmm.transition.durations())
     assert hmm.fit(data, restarts=2, max_iterations=2, generator=seeded()).log_likelihood > -torch.inf

@@ -38,7 +38,7 @@ def drawn(name, n=60, units=(3, 2), missing=0.0):
     states = torch.randint(units[-1], (n, 1), generator=seeded(1)).expand(n, *units[:-1])
     data = layer.draw(states, seeded(2))
     model = Classes(layer).double()
-    layer.initialise(data, generator=seeded(3))
+    layer.initialize(data, generator=seeded(3))
     return model, data, torch.rand(n, *units[:-1], generator=seeded(4)) >= missing
 
 
@@ -137,7 +137,7 @@ def test_data_far_from_zero_cost_no_digits(options):
     noise = torch.randn(500, 2, generator=seeded(), dtype=F64)
     noise = noise if options else noise[:, 0]
     layer = Gaussian(1, **options).double()
-    layer.initialise(noise + 1e6)
+    layer.initialize(noise + 1e6)
     em_step(layer, [lambda: layer(noise + 1e6).sum()])
     centered = ((noise + 1e6) - 1e6).numpy()
     expected = np.cov(centered.T, ddof=0)
@@ -153,7 +153,7 @@ def test_missing_features_do_not_count():
     em_step(layer, [lambda: layer(data).sum()])
     torch.testing.assert_close(layer.means.detach(), torch.tensor([[2.0, 5.5]], dtype=F64))
     torch.testing.assert_close(layer.covariance().detach(), expected)
-    layer.initialise(data, generator=seeded())
+    layer.initialize(data, generator=seeded())
     torch.testing.assert_close(layer.covariance().detach(), expected)
     near = torch.tensor([[1.0, 5.5], [3.0, 5.0], [2.0, 6.0]], dtype=F64)
     assert (near == layer.means.detach()).all(-1).any(), "an observation, at the mean where it is missing"

@@ -187,7 +187,7 @@ def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
     layer = family.make((4, 3)).double()
     layer.reset_parameters(seeded(1))
     before = layer(data).logsumexp(-1).sum()
-    layer.initialise(data, generator=seeded(1))
+    layer.initialize(data, generator=seeded(1))
     after = layer(data)
     assert name not in CLOSED or after.logsumexp(-1).sum() > before
     differ = (after[..., :, None] != after[..., None, :]).any(0)
@@ -195,8 +195,8 @@ def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
     missing = torch.rand(200, 4, generator=seeded(2)) < 0.3
     poisoned, other = data.clone(), copy.deepcopy(layer)
     poisoned[missing] = 1
-    layer.initialise(data, ~missing, generator=seeded(1))
-    other.initialise(poisoned, ~missing, generator=seeded(1))
+    layer.initialize(data, ~missing, generator=seeded(1))
+    other.initialize(poisoned, ~missing, generator=seeded(1))
     for one, same in zip(layer.parameters(), other.parameters(), strict=True):
         assert one.isfinite().all() and torch.equal(one, same)
 
@@ -207,7 +207,7 @@ def test_start_takes_a_mean_from_each_cluster():
     with_missing = torch.cat([torch.full((400, 2), torch.nan), data])
     for seed in range(5):
         layer = Gaussian(4, 2)
-        layer.initialise(with_missing, generator=seeded(seed))
+        layer.initialize(with_missing, generator=seeded(seed))
         distance, near = torch.cdist(layer.means.detach(), centers).min(-1)
         assert sorted(near.tolist()) == [0, 1, 2, 3] and (distance < 1).all()
         torch.testing.assert_close(layer.covariance()[0], data.var(0, correction=0))

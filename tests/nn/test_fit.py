@@ -141,7 +141,7 @@ def test_fit_takes_any_module_with_a_log_prob():
     data = (torch.rand(50, 5, generator=seeded()) < torch.tensor([0.9, 0.2])[torch.arange(50) % 2, None]).long()
     report = fit(Mixture().double(), data, tolerance=1e-8)
     assert report.converged and report.log_likelihood > report.history[0]
-    with pytest.raises(TypeError, match="restarts: expected 0 for Mixture, which has no `initialise`"):
+    with pytest.raises(TypeError, match="restarts: expected 0 for Mixture, which has no `initialize`"):
         fit(Mixture(), data, restarts=2)
     with pytest.raises(ValueError, match="observed: expected 50 along the first axis, .* got 3"):
         fit(Mixture(), data, conditions={"observed": torch.ones(3)}, batch_size=10)
@@ -211,10 +211,10 @@ def test_starts_whose_gradients_overflow_are_skipped():
     leaps = iter([1e20, 1e-3, 1e-3])
     hmm, data = HMM(2, "gaussian", generator=seeded()), normal("diagonal", 60, dtype=torch.float32)
     options = {"method": "gradient", "max_iterations": 3, "generator": seeded()}
-    report, messages = fitted(hmm, data, restarts=3, optimiser=lambda p: torch.optim.SGD(p, lr=next(leaps)), **options)
+    report, messages = fitted(hmm, data, restarts=3, optimizer=lambda p: torch.optim.SGD(p, lr=next(leaps)), **options)
     assert report.set_aside == 1 and "start 1: data: expected a finite log-likelihood, got" in messages[0]
     with pytest.raises(DegenerateError, match="expected a finite log-likelihood"):
-        hmm.fit(data, optimiser=lambda p: torch.optim.SGD(p, lr=1e20), **options)
+        hmm.fit(data, optimizer=lambda p: torch.optim.SGD(p, lr=1e20), **options)
 
 
 def test_other_errors_end_the_fit_at_the_first_start():

@@ -19,7 +19,7 @@ def drawn(name):
     model = MODELS[name]
     hmm, data = model.make(), model.data()
     if "covariances" in name:
-        hmm.initialise(data, generator=seeded())
+        hmm.initialize(data, generator=seeded())
     return model, hmm, data
 
 

@@ -142,7 +142,7 @@ def test_model_without_values_has_gradients_and_trains_once_it_has_them(name):
     if row.reduction:
         model.reset_parameters()
     else:
-        model.initialise(data)
+        model.initialize(data)
     loss = row.loss(model, data)
     assert loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients(model, loss))
 

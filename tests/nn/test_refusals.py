@@ -53,8 +53,8 @@ def returned(transitions):
     return moved_by(module).log_prob(DATA)
 
 
-def gradient(optimiser=None, model=random_hmm):
-    return model().fit(DATA, method="gradient", optimiser=optimiser)
+def gradient(optimizer=None, model=random_hmm):
+    return model().fit(DATA, method="gradient", optimizer=optimizer)
 
 
 def circuit(**options):
@@ -99,12 +99,12 @@ CALLS = [
     (lambda: random_hmm(initial="stationary").fit(DATA), ValueError, "method: expected 'gradient' with a stationary"),
     (lambda: neural().fit(VECTORS), ValueError, "method: expected 'gradient' .* got 'em' with emission.0.weight"),
     (lambda: random_hmm().fit(DATA, step=1.5), ValueError, "step: expected a number from 0 to 1"),
-    (lambda: gradient(1), TypeError, "optimiser: expected a function of"),
-    (lambda: gradient(model=lambda: random_hmm().half()), ValueError, "^optimiser: .* float16, .* got None$"),
+    (lambda: gradient(1), TypeError, "optimizer: expected a function of"),
+    (lambda: gradient(model=lambda: random_hmm().half()), ValueError, "^optimizer: .* float16, .* got None$"),
     (lambda: gradient(model=lambda: random_hmm().requires_grad_(False)), ValueError, "^model: expected trained param"),
     (lambda: torch.inference_mode()(random_hmm().fit)(DATA), RuntimeError, "^fit: expected a call outside"),
     (lambda: nn.em_step(random_hmm(), []), ValueError, "at least one batch"),
-    (lambda: HMM(3, "gaussian").to("meta").initialise(META), ValueError, "^data: .* got meta$"),
+    (lambda: HMM(3, "gaussian").to("meta").initialize(META), ValueError, "^data: .* got meta$"),
     (lambda: Poisson(2)(torch.tensor([-1])), ValueError, "expected counts, got -1"),
     (lambda: Categorical(2, 3)(torch.tensor([0.5])), ValueError, "integers from 0 to 2, got 0.5"),
     (lambda: Gaussian((3, 2))(torch.zeros(5, 4)), ValueError, r"expected shape \[..., 3\], got \[5, 4\]"),
@@ -125,8 +125,8 @@ CALLS = [
     (lambda: Gaussian(1).set(torch.zeros(1), torch.zeros(1)), ValueError, "covariance: expected positive"),
     (lambda: Gaussian(1, 2, "full").set(torch.zeros(2), torch.inf * torch.eye(2)), ValueError, "covariance: .* finite"),
     (lambda: Gaussian(2, 2, "tied").set(torch.zeros(2), SPREADS.diag_embed()), ValueError, "covariance: .* all units"),
-    (lambda: Gaussian(1).initialise(torch.full((3,), torch.nan)), ValueError, "at least one observation"),
-    (lambda: Gaussian(1).initialise(torch.ones(3)), ValueError, "two different observations"),
+    (lambda: Gaussian(1).initialize(torch.full((3,), torch.nan)), ValueError, "at least one observation"),
+    (lambda: Gaussian(1).initialize(torch.ones(3)), ValueError, "two different observations"),
     (lambda: nn.LogWeights(3).set(torch.tensor([-1.0, 1.0, 1.0])), ValueError, "probabilities: expected non-negative"),
     (lambda: nn.LogWeights(2, 3, dim="rows"), ValueError, r"^dim: expected an axis of \[2, 3\] .*, got 'rows'$"),
     (lambda: transitions.Banded(3, [3]), ValueError, "offsets: expected different integers from -2 to 2"),

@@ -32,7 +32,7 @@ def test_rows_sum_to_1_and_weights_are_set_drawn_and_differentiated(kind, lead):
     assert ((matrices > 0) == possible).all()
     other = make(kind, seed=1, lead=lead)
     assert (np.abs(dense(other) - matrices)[..., possible] > 0).any()
-    # weights that are set are normalised
+    # weights that are set are normalized
     other.set(*(3 * parameter.exp() for parameter in module().parameters))
     close(other().to_dense(log_params=True).exp(), matrices, 1e-14)
     for one in (module, other):

@@ -64,12 +64,12 @@ class Categorical(InputLayer):
         self.weights.reset_parameters(generator)
 
     @torch.no_grad()
-    def initialise(
+    def initialize(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         """Set the probabilities to frequencies in the data (one observation spread over all added) times noise.
 
-        See `InputLayer.initialise`.
+        See `InputLayer.initialize`.
         """
         rows, known = observations(self, data, observed)  # (g, n, 1)
         counts = rows.new_zeros(len(rows), self.num_values)

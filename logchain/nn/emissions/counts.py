@@ -81,12 +81,12 @@ class Poisson(ExponentialFamily):
         self.log_rates.copy_(rates.log())
 
     @torch.no_grad()
-    def initialise(
+    def initialize(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         """Set the rates half way between the mean of the data and observations far from each other, with noise.
 
-        See `InputLayer.initialise`.
+        See `InputLayer.initialize`.
         """
         chosen, mean, *_ = seeds(self, data, observed, generator)
         log_rates = ((chosen + mean) / 2)[..., 0].log()
@@ -105,8 +105,8 @@ class Poisson(ExponentialFamily):
         return torch.stack((-log_rates.exp(), log_rates, -torch.ones_like(log_rates)), -1)
 
     @torch.no_grad()
-    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the rates to the means of the data, weighted by the flow: see `ExponentialFamily.maximise`."""
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
+        """Set the rates to the means of the data, weighted by the flow: see `ExponentialFamily.maximize`."""
         counts, sums, _ = statistics.unbind(-1)
         total = sums + torch.as_tensor(self.prior_total).to(sums)
         observed = counts + torch.as_tensor(self.prior_count).to(counts)
@@ -174,12 +174,12 @@ class Binomial(ExponentialFamily):
         self.logits.copy_(probabilities.logit())
 
     @torch.no_grad()
-    def initialise(
+    def initialize(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         """Set the logits to that of the share of successes, half a success and a failure added, and normal noise.
 
-        See `InputLayer.initialise`.
+        See `InputLayer.initialize`.
         """
         rows, known = observations(self, data, observed)  # (g, n, 1)
         successes = torch.where(known, rows, 0).sum((1, 2)) + 0.5
@@ -212,8 +212,8 @@ class Binomial(ExponentialFamily):
         return torch.stack((logsigmoid(logits), logsigmoid(-logits)), -1)
 
     @torch.no_grad()
-    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the probabilities to the shares of expected successes: see `ExponentialFamily.maximise`."""
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
+        """Set the probabilities to the shares of expected successes: see `ExponentialFamily.maximize`."""
         trials = statistics.sum(-1, keepdim=True)
         before = torch.stack((self.logits.double(), -self.logits.double()), -1).sigmoid()
         hits, misses = moved(before, statistics / trials, step, trials > 0).unbind(-1)

@@ -13,7 +13,7 @@ class ExponentialFamily(InputLayer):
     """An exponential family: `log p(y | unit) = T(y) . eta(unit)`, sufficient statistics times natural parameters.
 
     The sum is computed in float64, since terms may cancel, and rounded once. Where an observation is missing, T is 0. A
-    subclass implements `sufficient` for T, `natural` for eta, and `maximise`.
+    subclass implements `sufficient` for T, `natural` for eta, and `maximize`.
 
     Cost: with f sufficient statistics, f multiply-adds for each entry of the result, forward and backward, and a copy
     of the result in float64; the statistics are saved for the backward pass.
@@ -55,7 +55,7 @@ class ExponentialFamily(InputLayer):
         """Eta, the natural parameters `[*U, c, f]` of all units."""
         raise NotImplementedError
 
-    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the parameters to those of the largest expected log-likelihood; units that are not used keep theirs.
 
         The statistics are float64 `[*U, c, f]`; `step` is the part of the way to them, in the mean parameters.

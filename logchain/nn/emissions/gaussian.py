@@ -56,7 +56,7 @@ class Gaussian(ExponentialFamily):
     Raises:
         TypeError: a prior is neither a number nor a tensor.
         ValueError: shapes do not go together, or a number is infinite (checked on a CPU).
-        DegenerateError: in `maximise`, a variance is 0, as for a unit that a single observation belongs to, where the
+        DegenerateError: in `maximize`, a variance is 0, as for a unit that a single observation belongs to, where the
             likelihood has no maximum. A prior or fewer units avoid that.
 
     Cost: that of `ExponentialFamily` with 3 d statistics, or 1 + d + d^2 for a full covariance. Statistics are taken
@@ -123,12 +123,12 @@ class Gaussian(ExponentialFamily):
             (self.log_scales if self.factorised else self.factors).zero_()
 
     @torch.no_grad()
-    def initialise(
+    def initialize(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior.
 
-        See `InputLayer.initialise`.
+        See `InputLayer.initialize`.
 
         Raises:
             ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
@@ -288,8 +288,8 @@ class Gaussian(ExponentialFamily):
         return self.means.detach().double().mean(len(self.units) - 1)
 
     @torch.no_grad()
-    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set means and covariances to those of the data, weighted by the flow: see `ExponentialFamily.maximise`."""
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
+        """Set means and covariances to those of the data, weighted by the flow: see `ExponentialFamily.maximize`."""
         d = self.event[0] if self.event else 1
         counts, sums, squares = statistics.split((d, d, d) if self.factorised else (1, d, d * d), -1)
         if not self.event:
@@ -337,7 +337,7 @@ class Gaussian(ExponentialFamily):
             if self.covariance_kind == "tied":
                 which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
             raise DegenerateError(
-                f"maximise: expected positive variances, got 0 for {which}, on too few observations: give the "
+                f"maximize: expected positive variances, got 0 for {which}, on too few observations: give the "
                 "Gaussian a prior_scatter, or have fewer units"
             )
 

@@ -169,7 +169,7 @@ class InputLayer(torch.nn.Module):
         """
         raise NotImplementedError
 
-    def initialise(
+    def initialize(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         """Draw the parameters again, in the range of the data.
@@ -181,7 +181,7 @@ class InputLayer(torch.nn.Module):
 
         >>> from logchain.nn import Gaussian
         >>> heights = Gaussian(2)
-        >>> heights.initialise(torch.tensor([1.0, 1.0, 5.0]))
+        >>> heights.initialize(torch.tensor([1.0, 1.0, 5.0]))
         >>> heights.means.detach().sort().values
         tensor([1., 5.])
         """

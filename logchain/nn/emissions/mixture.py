@@ -42,14 +42,14 @@ class Mixture(InputLayer):
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
-    def initialise(
+    def initialize(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         """Initialize the components of each unit as their layer does, and draw the weights again.
 
-        See `InputLayer.initialise`.
+        See `InputLayer.initialize`.
         """
-        self.layer.initialise(*self._of_layer(*self.known(data, observed)), generator=generator)
+        self.layer.initialize(*self._of_layer(*self.known(data, observed)), generator=generator)
         self.weights.reset_parameters(generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
