@@ -398,7 +398,7 @@ MUTANTS = [
     Mutant("gaussian draws by the transposed factor", "logchain/nn/emissions/gaussian.py",
            "scale_tril=factors", "scale_tril=factors.mT",
            "tests/nn/test_emissions.py -k 'draws and gaussian'"),
-    Mutant("missing is not 0", "logchain/nn/emissions/input_layer.py",
+    Mutant("missing is not 0", "logchain/nn/emissions/emission.py",
            "torch.where(known, log_density, 0.0)", "torch.where(known, log_density, 1.0)",
            "tests/nn/test_emissions.py -k missing_entries"),
     Mutant("counts of nothing", "logchain/nn/log_weights.py", "torch.where(total > 0, before + step",

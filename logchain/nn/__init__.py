@@ -10,8 +10,8 @@ from .emissions import (
     Binomial,
     Categorical,
     Distribution,
+    Emission,
     Gaussian,
-    InputLayer,
     Mixture,
     Poisson,
 )
@@ -35,7 +35,7 @@ __all__ = [
     "Distribution",
     "Fit",
     "Gaussian",
-    "InputLayer",
+    "Emission",
     "LinearChainCRF",
     "LogWeights",
     "Mixture",

@@ -14,7 +14,7 @@ from ..transitions import Transition
 from ..viterbi import viterbi
 from .chain_model import ChainModel
 from .checks import check_count, check_last_axes
-from .emissions.input_layer import InputLayer
+from .emissions.emission import Emission
 from .emissions.named import named
 from .log_weights import LogWeights
 
@@ -45,7 +45,7 @@ class ChainCircuit(ChainModel):
         num_variables: v.
         num_states: c.
         num_repetitions: t.
-        input: "categorical", "bernoulli", "binomial" or "gaussian", or an `InputLayer` with units `[t, v, c]`.
+        input: "categorical", "bernoulli", "binomial" or "gaussian", or an `Emission` with units `[t, v, c]`.
         num_categories: K, for categorical variables.
         total_count: number of trials, for binomial variables.
         transition: a module of `logchain.nn.transitions`, such as `Monarch`, with `lead=(t, v - 1)`, or 1 in the place
@@ -106,7 +106,7 @@ class ChainCircuit(ChainModel):
         num_variables: int,
         num_states: int,
         num_repetitions: int = 1,
-        input: str | InputLayer = "categorical",
+        input: str | Emission = "categorical",
         *,
         num_categories: int | None = None,
         total_count: int | None = None,
@@ -120,8 +120,8 @@ class ChainCircuit(ChainModel):
         names = "categorical", "bernoulli", "binomial", "gaussian"
         options = {"num_categories": num_categories, "total_count": total_count}
         layer = named("input", input, names, (t, v, c), options, generator)
-        if not isinstance(layer, InputLayer):
-            raise TypeError(f"input: expected a name or a logchain.nn.InputLayer, got {type(layer).__name__}")
+        if not isinstance(layer, Emission):
+            raise TypeError(f"input: expected a name or a logchain.nn.Emission, got {type(layer).__name__}")
         if layer.units != (t, v, c):
             raise ValueError(f"input: expected units {[t, v, c]}, got {list(layer.units)}")
         self.input = layer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_dense, check_is_tensor, tensor_of
 from .checks import check_mask, mask_of
-from .emissions.input_layer import InputLayer
+from .emissions.emission import Emission
 from .fitting import Fit, Optimizer, fit, frozen
 from .log_weights import LogWeights
 from .parameters import fill, over
@@ -44,7 +44,7 @@ class ChainModel(torch.nn.Module):
             for part in self.modules():
                 if isinstance(part, LogWeights) and part not in of_emission:
                     part.reset_parameters(generator)
-            if isinstance(emission, InputLayer) and any(p.requires_grad for p in emission.parameters()):
+            if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
                 data, known, _ = self._observations(data, observed, lengths)
                 emission.initialize(data, known, generator=generator)
 

@@ -14,7 +14,7 @@ from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel
 from .checks import check_count
-from .emissions.input_layer import InputLayer
+from .emissions.emission import Emission
 from .emissions.named import named
 from .log_weights import LogWeights
 from .parameters import arithmetic, fill, over
@@ -39,7 +39,7 @@ class HMM(ChainModel):
 
     Args:
         num_states: c.
-        emission: "categorical", "gaussian" or "poisson"; or an `InputLayer` with units `c`, or `(d, c)` for d
+        emission: "categorical", "gaussian" or "poisson"; or an `Emission` with units `c`, or `(d, c)` for d
             observations a step that are independent given the state; or any module that maps data `[*B, v, *event]` to
             log-potentials `[*B, v, c]` (`lengths` then need all axes of B).
         num_features: d, for a vector of d entries at each step; None for a number.
@@ -62,7 +62,7 @@ class HMM(ChainModel):
 
     The methods take data `[*B, v, *event]`, such as `[n, v]` or `[v]`, and
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
-            `InputLayer`, so are NaN entries of the data, and `[v]` serves all sequences.
+            `Emission`, so are NaN entries of the data, and `[v]` serves all sequences.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps after the end have no influence.
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
 
@@ -128,7 +128,7 @@ class HMM(ChainModel):
         }
         names = "categorical", "gaussian", "poisson"
         self.emission = named("emission", emission, names, (num_states,), options, generator)
-        if isinstance(self.emission, InputLayer):
+        if isinstance(self.emission, Emission):
             units = self.emission.units
             if units[-1] != num_states or len(units) > 2:
                 raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
@@ -271,7 +271,7 @@ class HMM(ChainModel):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Sample:
-        """Independent draws of states and data from the model, whose emission has to be an `InputLayer`.
+        """Independent draws of states and data from the model, whose emission has to be an `Emission`.
 
         Args:
             num_samples: the number of sequences.
@@ -283,7 +283,7 @@ class HMM(ChainModel):
             `Sample(states, data)`: int64 `[num_samples, v]` and `[num_samples, v, *event]`.
 
         Raises:
-            TypeError: the emission is no `InputLayer`, or a number is no integer.
+            TypeError: the emission is no `Emission`, or a number is no integer.
             ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
                 not `right_censored` do not sum to `num_steps`.
 
@@ -292,8 +292,8 @@ class HMM(ChainModel):
         (torch.Size([4, 5]), torch.Size([4, 5, 3]))
         """
         emission = self.emission
-        if not isinstance(emission, InputLayer):
-            raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
+        if not isinstance(emission, Emission):
+            raise TypeError(f"emission: expected an Emission to sample from, got {type(emission).__name__}")
         check_count("num_steps", num_steps)
         if self.num_steps is not None and num_steps > self.num_steps:
             raise ValueError(f"num_steps: expected at most {self.num_steps} steps, got {num_steps}")
@@ -313,11 +313,11 @@ class HMM(ChainModel):
 
     def _event_axes(self) -> int | None:
         layer = self.emission
-        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, InputLayer) else None
+        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
 
     def _potentials(self, data: Tensor, known: Tensor | None, mask: str) -> Tensor:
         """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed; `mask` is the name in errors."""
-        if isinstance(self.emission, InputLayer):
+        if isinstance(self.emission, Emission):
             x: Tensor = self.emission(data, known)  # (*B, v, *U, c)
             return x.sum(-2) if len(self.emission.units) > 1 else x
         x = self.emission(data)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .emissions.categorical import Categorical
 from .emissions.counts import Poisson
+from .emissions.emission import Emission
 from .emissions.gaussian import Gaussian
-from .emissions.input_layer import InputLayer
 from .emissions.mixture import Mixture
 from .hmm import HMM
 from .log_weights import LogWeights
@@ -29,7 +29,7 @@ def from_hmmlearn(model: Any) -> HMM:
     return hmm
 
 
-def _gaussian(model: Any) -> InputLayer:
+def _gaussian(model: Any) -> Emission:
     """The emission of a GaussianHMM, whose `covars_` are matrices for every type of covariance."""
     covariance, kind = np.asarray(model.covars_), model.covariance_type
     if kind == "spherical":
@@ -38,7 +38,7 @@ def _gaussian(model: Any) -> InputLayer:
     return _layer(model, covariance if kind in ("full", "tied") else np.diagonal(covariance, axis1=-2, axis2=-1))
 
 
-def _mixture(model: Any) -> InputLayer:
+def _mixture(model: Any) -> Emission:
     """The emission of a GMMHMM, whose `covars_` are those that are shared."""
     axes: Any = {"tied": (slice(None), None), "spherical": (..., None)}.get(model.covariance_type, ())
     mixture = Mixture(_layer(model, np.asarray(model.covars_)[axes])).double()
@@ -54,14 +54,14 @@ def _layer(model: Any, covariance: Any) -> Gaussian:
     return layer
 
 
-def _poisson(model: Any) -> InputLayer:
+def _poisson(model: Any) -> Emission:
     rates = _float64(model.lambdas_).T  # (d, c)
     layer = Poisson(tuple(rates.shape)).double()
     layer.set(rates)
     return layer
 
 
-def _categorical(model: Any) -> InputLayer:
+def _categorical(model: Any) -> Emission:
     table = _float64(model.emissionprob_).T  # (K, c)
     layer = Categorical(table.shape[1], table.shape[0]).double()
     layer.weights.set(table)

@@ -44,7 +44,7 @@ def test_likelihoods_and_posteriors_equal_the_sums_over_paths(name, lengths):
     observed = torch.rand(5, V, generator=seeded()) < 0.5
     truth = model.truth(hmm, data, lengths, observed).log_norm
     close(hmm.log_prob(data, observed=observed, **options), truth)
-    if isinstance(hmm.emission, logchain.nn.InputLayer):
+    if isinstance(hmm.emission, logchain.nn.Emission):
         missing = data.double().masked_fill(~observed.view(5, V, *(1,) * (data.dim() - 2)), torch.nan)
         close(hmm.log_prob(missing, **options), truth)
 

@@ -94,7 +94,7 @@ CALLS = [
     (lambda: random_hmm(torch.nn.Identity()).log_prob(VECTORS * 1j), TypeError, "^emission: .* got complex128$"),
     (lambda: returned(torch.zeros(3, 3)), ValueError, "^transition: expected at least 3 axes"),
     (lambda: returned(torch.zeros(5, 4, 3, 3)), ValueError, r"^transition: .*\[5, 3, 3, 3\]"),
-    (lambda: neural().sample(1, 2), TypeError, "emission: expected an InputLayer to sample from, got Sequential"),
+    (lambda: neural().sample(1, 2), TypeError, "emission: expected an Emission to sample from, got Sequential"),
     (lambda: HMM.from_hmmlearn(1), TypeError, "model: expected hmmlearn's .*, got int"),
     (lambda: random_hmm(initial="stationary").fit(DATA), ValueError, "method: expected 'gradient' with a stationary"),
     (lambda: neural().fit(VECTORS), ValueError, "method: expected 'gradient' .* got 'em' with emission.0.weight"),

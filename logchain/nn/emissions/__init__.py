@@ -3,8 +3,8 @@
 from .categorical import Categorical
 from .counts import Bernoulli, Binomial, Poisson
 from .distribution import Distribution
+from .emission import Emission
 from .gaussian import Gaussian
-from .input_layer import InputLayer
 from .mixture import Mixture
 
-__all__ = ["Bernoulli", "Binomial", "Categorical", "Distribution", "Gaussian", "InputLayer", "Mixture", "Poisson"]
+__all__ = ["Bernoulli", "Binomial", "Categorical", "Distribution", "Gaussian", "Emission", "Mixture", "Poisson"]

@@ -6,14 +6,14 @@ from torch.distributions import constraints
 
 from ..checks import check_count
 from ..log_weights import LogWeights
-from .input_layer import InputLayer
+from .emission import Emission
 from .starts import observations
 
 # number of observations of one variable whose gradients are summed sequentially
 _BLOCK = 4096
 
 
-class Categorical(InputLayer):
+class Categorical(Emission):
     r"""Categorical observations: `log p(k | unit)` is looked up in a table of log-probabilities.
 
     Args:
@@ -23,7 +23,7 @@ class Categorical(InputLayer):
             `[*U, K, c]`; see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform over the simplex.
 
-    `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `InputLayer`.
+    `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
         ValueError: a value is no category (checked on a CPU), or shapes do not go together.
@@ -56,11 +56,11 @@ class Categorical(InputLayer):
         self.weights = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Categorical:
-        """The categorical distributions: see `InputLayer.distribution`."""
+        """The categorical distributions: see `Emission.distribution`."""
         return torch.distributions.Categorical(logits=self.weights().mT[at], validate_args=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly over the simplex: see `InputLayer.reset_parameters`."""
+        """Draw the probabilities again, uniformly over the simplex: see `Emission.reset_parameters`."""
         self.weights.reset_parameters(generator)
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class Categorical(InputLayer):
     ) -> None:
         """Set the probabilities to frequencies in the data (one observation spread over all added) times noise.
 
-        See `InputLayer.initialize`.
+        See `Emission.initialize`.
         """
         rows, known = observations(self, data, observed)  # (g, n, 1)
         counts = rows.new_zeros(len(rows), self.num_values)
@@ -78,7 +78,7 @@ class Categorical(InputLayer):
         self.weights.set((counts + 1 / self.num_values).view(*self.units[:-1], -1, 1) * noise)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-probabilities of the data, looked up in the tables of all variables: see `InputLayer.log_density`."""
+        """The log-probabilities of the data, looked up in the tables of all variables: see `Emission.log_density`."""
         return look_up(self.weights(), data[..., 0].long())
 
 

@@ -8,8 +8,8 @@ from torch.nn.functional import logsigmoid
 from ..checks import check_count, check_prior
 from ..parameters import broadcast
 from .categorical import look_up
+from .emission import Emission
 from .exponential_family import ExponentialFamily, moved
-from .input_layer import InputLayer
 from .starts import observations, seeds
 
 
@@ -24,7 +24,7 @@ class Poisson(ExponentialFamily):
         generator: the source of randomness for the initial rates, whose logarithms are standard normal.
 
     `log_rates`: parameter `[*U, c]`; -inf is a rate of 0, with which only the count 0 is possible. Call: data
-    `[..., *U]`, non-negative integers of any dtype, to `[..., *U, c]`, in nats; see `InputLayer`.
+    `[..., *U]`, non-negative integers of any dtype, to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
         TypeError: a prior is neither a number nor a tensor.
@@ -57,11 +57,11 @@ class Poisson(ExponentialFamily):
         self.reset_parameters(generator)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Poisson:
-        """The distribution in float64: see `InputLayer.distribution`."""
+        """The distribution in float64: see `Emission.distribution`."""
         return torch.distributions.Poisson(self.log_rates[at].double().exp(), validate_args=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the logarithms of the rates again, standard normal: see `InputLayer.reset_parameters`."""
+        """Draw the logarithms of the rates again, standard normal: see `Emission.reset_parameters`."""
         with torch.no_grad():
             self.log_rates.normal_(generator=generator)
 
@@ -86,7 +86,7 @@ class Poisson(ExponentialFamily):
     ) -> None:
         """Set the rates half way between the mean of the data and observations far from each other, with noise.
 
-        See `InputLayer.initialize`.
+        See `Emission.initialize`.
         """
         chosen, mean, *_ = seeds(self, data, observed, generator)
         log_rates = ((chosen + mean) / 2)[..., 0].log()
@@ -123,7 +123,7 @@ class Binomial(ExponentialFamily):
         generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
     `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]` to
-    `[..., *U, c]`, in nats, looked up in a table `[*U, total_count + 1, c]` made in float64; see `InputLayer`.
+    `[..., *U, c]`, in nats, looked up in a table `[*U, total_count + 1, c]` made in float64; see `Emission`.
 
     Raises:
         ValueError: a value is out of range (checked on a CPU), or shapes do not go together.
@@ -147,13 +147,13 @@ class Binomial(ExponentialFamily):
         self.reset_parameters(generator)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Binomial:
-        """The distribution in float64: see `InputLayer.distribution`."""
+        """The distribution in float64: see `Emission.distribution`."""
         probabilities = self.logits[at].double().sigmoid()
         return torch.distributions.Binomial(self.total_count, probabilities, validate_args=False)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly in 0..1: see `InputLayer.reset_parameters`."""
+        """Draw the probabilities again, uniformly in 0..1: see `Emission.reset_parameters`."""
         noise = self.logits.new_empty(self.units, dtype=torch.float64)
         # uniform probabilities are logistic logits; the ends of the interval are left out
         self.logits.copy_(noise.uniform_(1e-6, 1 - 1e-6, generator=generator).logit())
@@ -179,7 +179,7 @@ class Binomial(ExponentialFamily):
     ) -> None:
         """Set the logits to that of the share of successes, half a success and a failure added, and normal noise.
 
-        See `InputLayer.initialize`.
+        See `Emission.initialize`.
         """
         rows, known = observations(self, data, observed)  # (g, n, 1)
         successes = torch.where(known, rows, 0).sum((1, 2)) + 0.5
@@ -188,11 +188,11 @@ class Binomial(ExponentialFamily):
         self.logits.copy_((successes / trials).logit().view(*self.units[:-1], 1) + noise)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
-        return InputLayer.forward(self, data, observed)
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
+        return Emission.forward(self, data, observed)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-probabilities of the data, looked up in those of all values: see `InputLayer.log_density`."""
+        """The log-probabilities of the data, looked up in those of all values: see `Emission.log_density`."""
         values = torch.arange(self.total_count + 1, device=data.device)
         logs = super().forward(values.view(-1, *(1,) * (len(self.units) - 1))).movedim(0, -2)  # [*U, K, c]
         ways = -(values.double() + 1).lgamma()
@@ -232,7 +232,7 @@ class Bernoulli(Binomial):
         generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
     `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]`,
-    0 or 1 of any dtype, to `[..., *U, c]`, in nats; see `InputLayer`.
+    0 or 1 of any dtype, to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
         ValueError: a value is neither 0 nor 1 (checked on a CPU), or shapes do not go together.

@@ -10,10 +10,10 @@ from torch.distributions import biject_to, constraints, transform_to
 from ...arguments import check_has_values
 from ..checks import check_prior
 from ..parameters import arithmetic, broadcast
-from .input_layer import InputLayer
+from .emission import Emission
 
 
-class Distribution(InputLayer):
+class Distribution(Emission):
     r"""Observations of a family of torch: `log p(y | unit) = family(**parameters).log_prob(y)`, parameters by unit.
 
     Args:
@@ -28,7 +28,7 @@ class Distribution(InputLayer):
 
     `free`: a `ParameterDict` of unconstrained real parameters, which `torch.distributions.biject_to` (or, where it
     knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained. Call: data
-    `[..., *U, *event]` to `[..., *U, c]`, in nats; see `InputLayer`. An event is observed as a whole or not at all.
+    `[..., *U, *event]` to `[..., *U, c]`, in nats; see `Emission`. An event is observed as a whole or not at all.
 
     Raises:
         TypeError: the family is neither a class nor a function, or `spread` is no number.
@@ -96,7 +96,7 @@ class Distribution(InputLayer):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Set the parameters to the initial values, with new noise: see `InputLayer.reset_parameters`."""
+        """Set the parameters to the initial values, with new noise: see `Emission.reset_parameters`."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
             noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
@@ -112,7 +112,7 @@ class Distribution(InputLayer):
         return trained | {name: self.get_buffer(name) for name in self._fixed}
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
-        """The distribution of the family: see `InputLayer.distribution`."""
+        """The distribution of the family: see `Emission.distribution`."""
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
         return self.family(**{name: value[at] for name, value in self.parameters_of_units().items()}, **options)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...tensors import is_readable
-from .input_layer import InputLayer
+from .emission import Emission
 
 
-class ExponentialFamily(InputLayer):
+class ExponentialFamily(Emission):
     """An exponential family: `log p(y | unit) = T(y) . eta(unit)`, sufficient statistics times natural parameters.
 
     The sum is computed in float64, since terms may cancel, and rounded once. Where an observation is missing, T is 0. A
@@ -23,7 +23,7 @@ class ExponentialFamily(InputLayer):
     always_possible = False
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         features = self.sufficient(*self.known(data, observed))  # [..., *U, f]
         lead, f, c = features.shape[: -len(self.units)], features.shape[-1], self.units[-1]
         rows = _by_group(features, lead, self.units)

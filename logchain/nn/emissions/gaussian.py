@@ -51,7 +51,7 @@ class Gaussian(ExponentialFamily):
     `means`: parameter `[*U, c]` or `[*U, c, d]`. `log_scales`: of the same shape, spherical `[*U, c, 1]`, logarithms of
     standard deviations; or `factors` `[*U, c, d, d]`, tied `[*U, 1, d, d]`, whose lower triangles, the diagonal
     exponentiated, are Cholesky factors of S. Call: data `[..., *U]` or `[..., *U, d]` to `[..., *U, c]`, in nats; see
-    `InputLayer`.
+    `Emission`.
 
     Raises:
         TypeError: a prior is neither a number nor a tensor.
@@ -117,7 +117,7 @@ class Gaussian(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the means again, standard normal; the variances are 1. See `InputLayer.reset_parameters`."""
+        """Draw the means again, standard normal; the variances are 1. See `Emission.reset_parameters`."""
         with torch.no_grad():
             self.means.normal_(generator=generator)
             (self.log_scales if self.factorised else self.factors).zero_()
@@ -128,7 +128,7 @@ class Gaussian(ExponentialFamily):
     ) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior.
 
-        See `InputLayer.initialize`.
+        See `Emission.initialize`.
 
         Raises:
             ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
@@ -259,7 +259,7 @@ class Gaussian(ExponentialFamily):
         return torch.cat((first[..., None], linear, squares), -1)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
-        """The normal distributions in float64: see `InputLayer.distribution`."""
+        """The normal distributions in float64: see `Emission.distribution`."""
         means = self.means.double()[at]
         if not self.factorised:
             factors = self._cholesky().expand(*self.units, *self._spread_event)[at]

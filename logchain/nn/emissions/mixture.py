@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 from ..log_weights import LogWeights
-from .input_layer import InputLayer
+from .emission import Emission
 
 
-class Mixture(InputLayer):
+class Mixture(Emission):
     r"""Mixtures of k components: `log p(y | unit) = logsumexp_k (log weight[unit, k] + log p(y | unit, k))`.
 
     Args:
         layer: the input layer of the components, of units `[*U, c, k]`; the mixture has units `[*U, c]`.
         generator: the source of randomness for the initial weights, uniform over the simplex.
 
-    `weights`: `LogWeights` `[*U, c, k]`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see `InputLayer`.
+    `weights`: `LogWeights` `[*U, c, k]`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see `Emission`.
     Expectation maximization fits a mixture if it fits the layer.
 
     Cost: that of the layer, and four passes over its result.
@@ -28,9 +28,9 @@ class Mixture(InputLayer):
             [ 0.0000]], grad_fn=<WhereBackward0>)
     """
 
-    def __init__(self, layer: InputLayer, *, generator: torch.Generator | None = None) -> None:
-        if not isinstance(layer, InputLayer):
-            raise TypeError(f"layer: expected an InputLayer, got {type(layer).__name__}")
+    def __init__(self, layer: Emission, *, generator: torch.Generator | None = None) -> None:
+        if not isinstance(layer, Emission):
+            raise TypeError(f"layer: expected an Emission, got {type(layer).__name__}")
         if len(layer.units) < 2:
             raise ValueError(f"layer: expected units (..., c, k), got {layer.units}")
         super().__init__(layer.units[:-1], layer.event)
@@ -38,7 +38,7 @@ class Mixture(InputLayer):
         self.weights = LogWeights(*layer.units, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw components and weights again: see `InputLayer.reset_parameters`."""
+        """Draw components and weights again: see `Emission.reset_parameters`."""
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
@@ -47,13 +47,13 @@ class Mixture(InputLayer):
     ) -> None:
         """Initialize the components of each unit as their layer does, and draw the weights again.
 
-        See `InputLayer.initialize`.
+        See `Emission.initialize`.
         """
         self.layer.initialize(*self._of_layer(*self.known(data, observed)), generator=generator)
         self.weights.reset_parameters(generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         data, known = self.known(data, observed)
         log_density = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
         if known is None:
@@ -66,14 +66,14 @@ class Mixture(InputLayer):
         return self.layer.fill(data, known)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.MixtureSameFamily:
-        """The mixtures of the components' distributions: see `InputLayer.distribution`."""
+        """The mixtures of the components' distributions: see `Emission.distribution`."""
         weights = torch.distributions.Categorical(logits=self.weights()[at], validate_args=False)
         return torch.distributions.MixtureSameFamily(weights, self.layer.distribution(at), validate_args=False)
 
     def mode(self) -> tuple[Tensor, Tensor]:
         """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density.
 
-        See `InputLayer.mode`.
+        See `Emission.mode`.
         """
         places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
         with torch.no_grad():

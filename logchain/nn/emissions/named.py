@@ -7,8 +7,8 @@ import torch
 from ..checks import check_count
 from .categorical import Categorical
 from .counts import Bernoulli, Binomial, Poisson
+from .emission import Emission
 from .gaussian import Gaussian
-from .input_layer import InputLayer
 
 # the class of each name, the options that it needs, and those that it takes
 _FAMILIES: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
@@ -56,5 +56,5 @@ def named(
     if kind is not Gaussian and "num_features" in options:
         check_count("num_features", options["num_features"])
         units = options.pop("num_features"), *units
-    made: InputLayer = kind(units, **options, generator=generator)
+    made: Emission = kind(units, **options, generator=generator)
     return made

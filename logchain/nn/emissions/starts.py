@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from ...arguments import check_has_values
-from .input_layer import InputLayer
+from .emission import Emission
 
 
 def seeds(
-    layer: InputLayer, data: Tensor, observed: Tensor | None, generator: torch.Generator | None
+    layer: Emission, data: Tensor, observed: Tensor | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One observation for each unit, drawn in proportion to its squared distance from those drawn before (k-means++).
 
@@ -46,7 +46,7 @@ def seeds(
     return torch.cat(chosen, 1).view(*layer.units, rows.shape[-1]), of_all[0], of_all[1], of_all[2]
 
 
-def observations(layer: InputLayer, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+def observations(layer: Emission, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
     """The data of each of g variables, `[g, n, d]` in float64, and the mask of what is observed."""
     data, known = layer.known(data, observed)
     check_has_values("data", data)

@@ -12,7 +12,7 @@ from ..checks import check_count, check_mask
 from ..parameters import arithmetic
 
 
-class InputLayer(torch.nn.Module):
+class Emission(torch.nn.Module):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. Data
@@ -28,7 +28,7 @@ class InputLayer(torch.nn.Module):
         units: `[*U, c]`, or `c` alone.
         event: the shape of one observation: () or (d,).
 
-    >>> class Exponential(InputLayer):  # waiting times, with a rate for each unit
+    >>> class Exponential(Emission):  # waiting times, with a rate for each unit
     ...     def __init__(self, units):
     ...         super().__init__(units)
     ...         self.log_rates = torch.nn.Parameter(torch.zeros(self.units))
