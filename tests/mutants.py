@@ -329,7 +329,7 @@ MUTANTS = [
            "return torch.complex(top, -torch.where(labels == -math.inf, labels, -labels).amax(dim))",
            SEGMENTS + "equal"),
     Mutant("a transposed segment ends in its last step", DURATION, "counts[..., :-1]], -1)", "counts[..., 1:]], -1)",
-           SEGMENTS + "messages"),
+           "tests/transitions/test_structures.py -k duration"),
     Mutant("weights that no sequence uses are NaN", "logchain/autograd/logarithms.py",
            "    operands = _without(operands, weight == 0)\n", "",
            "tests/kernels/test_structures.py -k nan_of_weight_zero"),
