@@ -10,8 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# the multiply-adds of a dense chain that take as long on a CPU as one state of one band, and as one arc
-COST, COST_OF_ARC = 16, 20
+
+class Cost(NamedTuple):
+    """The multiply-adds of a dense chain that take as long on a CPU as one state of one band, and as one arc."""
+
+    of_band: int
+    of_arc: int
+
+
+# of products, of posteriors and gradients, of filtered posteriors, of messages, and of best paths and draws
+PRODUCT, POSTERIORS, FILTERED, MESSAGES, PATHS = Cost(16, 95), Cost(16, 33), Cost(16, 27), Cost(21, 60), Cost(16, 16)
 
 # the results of `forward`, which `backward` reads: log-partitions [*B] in float64; which sequences underflowed [*B],
 # that the caller computes in logarithms; and, if they are to be differentiated, other tensors

@@ -9,6 +9,7 @@ from .arguments import Lengths, check_lengths
 from .autograd.messages import filtered as filtered_messages
 from .chain import Chain
 from .internals import takes_forward_derivatives
+from .kernels.structured import FILTERED
 from .operands import Operands
 from .stream import Stream, StreamUpdate
 from .tensors import differentiated, is_plain
@@ -67,7 +68,7 @@ def filtered(
 
 def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
     if is_plain(operands.tensors) and not differentiated(*operands.tensors):
-        operands = operands.cheapest()
+        operands = operands.cheapest(FILTERED)
         if operands.is_dense:
             return _by_stream(*operands.dense)
     if not torch.compiler.is_compiling() and takes_forward_derivatives():

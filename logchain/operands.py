@@ -24,7 +24,7 @@ from .internals import is_exported, is_transformed
 from .kernels import arithmetic_on
 from .kernels.chain import Chain
 from .kernels.numbers import log_weights
-from .kernels.structured import COST, COST_OF_ARC, Arcs, Durations, Factors, Structured
+from .kernels.structured import POSTERIORS, Arcs, Cost, Durations, Factors, Structured
 from .kernels.weights import Weights, check_weights, has_negative
 from .tensors import is_plain, with_steps
 from .transitions import Transition
@@ -104,20 +104,19 @@ class Operands(Structured):
         lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
-    def cheapest(self) -> "Operands":
+    def cheapest(self, cost: Cost = POSTERIORS) -> "Operands":
         """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
-        return self.with_matrices() if self.takes_longer else self
+        return self.with_matrices() if self.takes_longer(cost) else self
 
-    @property
-    def takes_longer(self) -> bool:
+    def takes_longer(self, cost: Cost) -> bool:
         """Whether a structure takes longer on a CPU than its dense matrices, which are small next to x."""
         # gradients of entries of durations would not be 0 for NaN past a sequence's end
         if self.is_dense or isinstance(self.transition.pattern, Durations):
             return False
         if not self.has_matrices or self.transition.states < _STATES:
             return False
-        cost = COST_OF_ARC if isinstance(self.transition.pattern, Arcs) else COST
-        if cost * self.transition.multiply_adds < self.transition.states**2:
+        each = cost.of_arc if isinstance(self.transition.pattern, Arcs) else cost.of_band
+        if each * self.transition.multiply_adds < self.transition.states**2:
             return False
         return self.matrices_fit(self.x.numel() // _READS)
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..structured import COST, Arcs, Durations, Gradients, Saved, Structured
+from ..structured import POSTERIORS, Arcs, Durations, Gradients, Saved, Structured
 from .arguments import Pointing, fields, function, places, run, shared
 from .library import in_large_pages
 
@@ -190,12 +190,12 @@ class _Call(Pointing):
             self.set(kind=_ARCS, terms=self.entries, pattern=ctypes.addressof(graph))
         elif isinstance(pattern, Durations):
             self.set(kind=_DURATIONS, terms=pattern.segments)
-            self._work *= COST
+            self._work *= POSTERIORS.of_band
         else:
             terms = len(pattern)
             self.point(pattern=_bands(pattern))
             self.set(kind=_BANDS, terms=terms, weights_outer=parameter.stride(-2))
-            self._work = self.n * chain.v * chain.c * (terms + 4) * COST
+            self._work = self.n * chain.v * chain.c * (terms + 4) * POSTERIORS.of_band
 
     def numbers(self) -> Tensor:
         """Memory for a number of each state of each variable, in whole vectors."""

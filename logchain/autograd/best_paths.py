@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
+from ..kernels.structured import PATHS
 from ..operands import Operands, check_products
 from ..transitions import Transition
 from .operator import operator
@@ -26,7 +27,7 @@ from .scan import Message, Steps, messages
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
     """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for unknown sequences."""
     check_products(operands.transition)
-    states, unknown = best_paths(operands if operands.is_dense else operands.detached().cheapest())
+    states, unknown = best_paths(operands if operands.is_dense else operands.detached().cheapest(PATHS))
     return states, weight_of(operands, states).masked_fill(unknown, math.nan)
 
 

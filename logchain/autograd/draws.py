@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
+from ..kernels.structured import PATHS
 from ..operands import Operands
 from ..rescues import report_chains
 from ..transitions import LOG
@@ -26,7 +27,7 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
 
     States are -1 after a sequence's end, and everywhere if there is no path.
     """
-    operands = operands.cheapest()
+    operands = operands.cheapest(PATHS)
     x = operands.x
     if operands.packed:
         with kernels.arithmetic_on(x):

@@ -19,7 +19,7 @@ from .. import kernels
 from ..arguments import has_values
 from ..internals import is_mapped, is_transformed
 from ..kernels.numbers import log_weights
-from ..kernels.structured import Gradients
+from ..kernels.structured import POSTERIORS, PRODUCT, Gradients
 from ..operands import Operands, is_blocks
 from ..rescues import report_chains
 from ..schedules import choose
@@ -40,8 +40,8 @@ Results = tuple[Tensor | None, ...]
 
 def log_norm(operands: Operands, schedule: choose.Schedule | None = None) -> Tensor:
     """The log-partition [*B] in float64; `schedule` of dense matrices, by default that of `choose`."""
-    operands = operands.cheapest()
     differentiable = differentiated(*operands.tensors)
+    operands = operands.cheapest(POSTERIORS if differentiable else PRODUCT)
     if operands.is_dense and not operands.packed:
         x, bulk, p0, lengths, _ = operands.dense
         # tensors of torch.func may report that they need no gradient
@@ -81,7 +81,7 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of p0 and
     parameters, of the dtype of the arithmetic, and differentiable once.
     """
-    direct = not (any(needs[2:]) and operands.takes_longer)
+    direct = not (any(needs[2:]) and operands.takes_longer(POSTERIORS))
     operands = operands.cheapest() if direct else operands
     operands = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
     again = differentiated(*operands.tensors)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import kernels
 from ..internals import autograd_in_operators, is_transformed
 from ..kernels.chain import arithmetic_dtype
+from ..kernels.structured import MESSAGES
 from ..operands import Operands
 from ..tensors import differentiated
 from ..transitions.dense import Dense
@@ -27,7 +28,7 @@ def messages(operands: Operands) -> Messages:
     if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):
         return _by_scan(operands)
     if operands.lengths is None:  # dense chains with lengths are computed in float64 too
-        operands = operands.cheapest()
+        operands = operands.cheapest(MESSAGES)
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
             results: Any = _in_c(operands)
