@@ -32,7 +32,9 @@ def check_has_values(name: str, value: Tensor) -> None:
 def check_is_tensor(name: str, value: object) -> None:
     """Check for a tensor of any dtype and shape."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        remedies = {"ndarray": f"; pass torch.from_numpy({name})", "list": f"; pass torch.tensor({name})"}
+        kind = type(value).__name__
+        raise TypeError(f"{name}: expected a torch.Tensor, got {kind}{remedies.get(kind, '')}")
 
 
 def check_dense(name: str, value: Tensor) -> None:
@@ -59,7 +61,8 @@ def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None
     """Check for a dense floating tensor with at least so many axes and, if `like` is given, on the device of `like`."""
     check_dense(name, value)
     if value.dtype not in FLOATS:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
+        remedy = "" if value.is_complex() else f"; pass {name}.float()"
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}{remedy}")
     if value.dim() < axes:
         raise ValueError(f"{name}: expected at least {axes} axes, got shape {list(value.shape)}")
     if like is not None:
@@ -72,7 +75,13 @@ def batch_sizes(batch: list[int], axes: int) -> list[tuple[int, ...]]:
 
 
 def check_sizes(
-    name: str, value: Tensor, allowed: Sequence[tuple[int, ...]], x: Tensor, *, steps: int | None = None
+    name: str,
+    value: Tensor,
+    allowed: Sequence[tuple[int, ...]],
+    x: Tensor,
+    *,
+    steps: int | None = None,
+    remedy: str = "",
 ) -> None:
     """Check the size of each axis against those that are allowed; `steps` is the axis of steps, if there is one."""
     shape = value.shape
@@ -81,7 +90,8 @@ def check_sizes(
     texts = []
     for axis, sizes in enumerate(allowed):
         texts.append(" or ".join(str(size) for size in sorted(set(sizes), reverse=axis == steps)))
-    raise ValueError(f"{name}: expected shape [{', '.join(texts)}] to go with x {list(x.shape)}, got {list(shape)}")
+    expected = f"expected shape [{', '.join(texts)}] to go with x {list(x.shape)}"
+    raise ValueError(f"{name}: {expected}, got {list(shape)}{remedy}")
 
 
 def check_stack(stack: Tensor) -> None:
@@ -103,7 +113,9 @@ def check_integer(name: str, value: object, least: int | None = None) -> None:
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Check for one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")
+        texts = [repr(choice) for choice in choices]
+        expected = " or ".join(texts) if len(texts) < 3 else f"one of {', '.join(texts)}"
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:

@@ -199,6 +199,10 @@ class Chain:
 
     def weights(self, prefix: str = "") -> list[Weights]:
         """The weights as they were passed, of which the transitions into variables are read."""
+        return [*named_weights(f"{prefix}bulk", self._bulk, self.reads()), Weights(f"{prefix}p0", self._p0)]
+
+    def reads(self) -> list[Tensor | None]:
+        """Which of the leading axes of each parameter, as it was passed, are read: masks, or None for all."""
         reads, x = [], self.operands.x
         for i, lead in enumerate(self._bulk.leads):
             if self.packed:  # no transition leads into a first row
@@ -209,7 +213,7 @@ class Chain:
                 read = read_steps(lead or (1,), x.shape[-2], self.operands.lengths)
                 read = read if read is None or len(lead) else read[0]
             reads.append(read)
-        return [*named_weights(f"{prefix}bulk", self._bulk, reads), Weights(f"{prefix}p0", self._p0)]
+        return reads
 
 
 def _inside(states: Tensor, lengths: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def matrices(a=(2, 3), b=(3, 2), **options):
     return {"a": ones(a), "b": ones(b), **options}
 
 
-STRATEGY = "strategy: expected 'auto' or 'sequential' or 'segments' or 'tree',"
+STRATEGY = "strategy: expected one of 'auto', 'sequential', 'segments', 'tree',"
 
 CHAIN = tuple(short().values())
 product, check, matmul, divergence = logchain.product, logchain.check, logchain.matmul, logchain.kl_divergence
@@ -58,9 +59,9 @@ ERRORS = [
     (product, ValueError, f"{STRATEGY} got 'parallel'", chain(strategy="parallel")),
     (product, ValueError, f"{STRATEGY} got 'segments:1'", chain(strategy="segments:1")),
     (product, ValueError, f"{STRATEGY} got 'tree:4'", chain(strategy="tree:4")),
-    (product, TypeError, "x: expected a torch.Tensor, got ndarray", chain(x=np.zeros((10, 1, 6, 4)))),
+    (product, TypeError, "x: expected a torch.Tensor, got ndarray; pass torch.from_numpy(x)", short(x=np.ones(4))),
     (product, TypeError, "bulk: expected a torch.Tensor, got NoneType", chain(bulk=None)),
-    (product, TypeError, f"p0: {DTYPES}, got int64", chain(p0=ones(4, dtype=torch.int64))),
+    (product, TypeError, f"p0: {DTYPES}, got int64; pass p0.float()", chain(p0=ones(4, dtype=torch.int64))),
     (product, TypeError, f"x: {DTYPES}", chain(x=zeros(6, 4, dtype=torch.complex64))),
     (product, TypeError, "bulk: expected a dense tensor, got torch.sparse_coo", chain(bulk=ones(4, 4).to_sparse())),
     (product, TypeError, "lengths: expected integers, got float32", chain(lengths=[1.5] * 10)),
@@ -73,16 +74,21 @@ ERRORS = [
     (check, ValueError, "x: expected no +inf, got 24", short(x=torch.full((6, 4), INF))),
     (check, ValueError, "bulk: expected no NaN, got 16", short(bulk=torch.full((1, 4, 4), NAN))),
     (check, ValueError, "p0: expected no +inf, got 1", short(p0=torch.tensor([1.0, INF, 0.0, 0.0]))),
+    (product, ValueError, "bulk: expected shape [5 or 1, 4, 4] to go with x [3, 6, 4], got [3, 4, 4]; a matrix for "
+     "each sequence is bulk[:, None]", short(x=zeros(3, 6, 4), bulk=ones(3, 4, 4))),
+    (check, ValueError, "bulk: expected sums of 1, got 4 at [0, 0]", short(p0=ones(4) / 4, normalized=True)),
+    (check, ValueError, "p0: expected sums of 1, got 4", short(normalized=True)),
+    (check, TypeError, "normalized: expected True or False, got 1", short(normalized=1)),
     (matmul, ValueError, "b: expected [..., 3, n] to go with a [2, 3], got [4, 2]", matrices(b=(4, 2))),
     (matmul, ValueError, "a: expected at least 2 axes, got shape [3]", matrices(a=(3,))),
-    (matmul, TypeError, "b: expected a torch.Tensor, got list", {"a": ones(2, 3), "b": [[1.0]]}),
+    (matmul, TypeError, "b: expected a torch.Tensor, got list; pass torch.tensor(b)", {"a": ones(2, 3), "b": [[1.0]]}),
     (matmul, ValueError, "b: expected leading axes that broadcast with those of a [2, 2, 3], got [3, 3, 2]",
      matrices((2, 2, 3), (3, 3, 2))),
     (matmul, ValueError, "out: expected float32 [2, 2], got float32 [2, 3]", matrices(out=ones(2, 3))),
     (matmul, ValueError, "out: expected float32 [2, 2], got float64 [2, 2]", matrices(out=ones(2, 2).double())),
     (matmul, ValueError, "out: expected operands that need no gradient",
      {"a": ones(2, 3, requires_grad=True), "b": ones(3, 2), "out": ones(2, 2)}),
-    (logchain.marginals, ValueError, "transitions: expected None or 'sum' or 'full', got 'all'",
+    (logchain.marginals, ValueError, "transitions: expected one of None, 'sum', 'full', got 'all'",
      short(transitions="all")),
     (divergence, TypeError, "p: expected a tuple", {"p": zeros(6, 4), "q": CHAIN}),
     (divergence, TypeError, "q: expected a tuple (x, bulk, p0), got 2 of them", {"p": CHAIN, "q": CHAIN[:2]}),
@@ -126,6 +132,40 @@ def test_negative_logarithms_and_zeros_are_valid():
     logchain.check(x, torch.eye(2)[None], torch.tensor([1.0, 0.0]))
     # and no sequence has no wrong values
     logchain.check(zeros(0, 5, 2), torch.full((4, 2, 2), -1.0), ones(2), lengths=zeros(0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_normalized_matrices_pass_and_transposed_ones_are_named(log):
+    rows = torch.rand(2, 2, 3, 3, generator=seeded()).double()
+    rows /= rows.sum(-1, keepdim=True)
+    start = torch.full((3,), 1 / 3).double()
+    x, lengths = zeros(2, 3, 3), [3, 1]
+    rows[1, 1] = 7.0  # past an end
+    convert = torch.log if log else torch.clone
+    options = {"log_params": log, "normalized": True}
+    logchain.check(x, convert(rows), convert(start), lengths=lengths, **options)
+    with pytest.raises(ValueError, match=r"^bulk: expected sums of 1, got 21 at \[1, 1, 0\]$"):
+        logchain.check(x, convert(rows), convert(start), **options)
+    columns = convert(rows[:1].mT)
+    with pytest.raises(ValueError, match=r"^bulk: .*; columns do: pass bulk.mT, with rows \[from, to\]$"):
+        logchain.check(x, columns, convert(start), **options)
+    banded = transitions.Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+    logchain.check(x, banded.map(convert), convert(start), **options)
+    with pytest.raises(ValueError, match="^bulk: expected sums of 1"):
+        logchain.check(x, transitions.Banded(convert(ones(2, 3)), [0, 1]), convert(start), **options)
+
+
+def test_likely_mistakes_are_warned_of():
+    x, start = zeros(3, 4, 2), torch.tensor([0.5, 0.5])
+    with pytest.warns(UserWarning, match="^bulk: .* looks like a matrix for each sequence"):
+        logchain.check(x, ones(3, 2, 2), start)
+    with pytest.warns(UserWarning, match="^p0: looks like probabilities"):
+        logchain.check(x, zeros(1, 2, 2), start, log_params=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logchain.check(x, ones(1, 3, 2, 2), start)
+        logchain.check(x[:2], ones(3, 2, 2), start)
+        logchain.check(x, zeros(1, 2, 2), start.log(), log_params=True)
 
 
 def test_values_past_the_end_are_not_checked():

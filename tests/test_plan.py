@@ -129,7 +129,7 @@ ERRORS = [
     (ValueError, "bulk: expected shape [1, 299999 or 1, 16, 16]", {"bulk": (2, 5, 16, 16)}),
     (ValueError, "lengths: expected values from 1 to v = 300000", {"lengths": [0]}),
     (ValueError, "memory_budget: expected at least", {"memory_budget": 1, "gradients": True}),
-    (ValueError, "strategy: expected 'auto' or 'sequential' or 'segments' or 'tree', got 'fast'", {"strategy": "fast"}),
+    (ValueError, "strategy: expected one of 'auto', 'sequential', 'segments', 'tree', got", {"strategy": "fast"}),
     (ValueError, "strategy: expected 'auto' or 'sequential' with memory_budget, got 'segments'",
      {"memory_budget": 10**9, "strategy": "segments"}),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ CTC = [
     (lambda: ctc(blank=4), ValueError, "blank: expected a class from 0 to C - 1 = 3, got 4"),
     (lambda: ctc(star=1), TypeError, "star: expected True or False, got 1"),
     (lambda: ctc(targets=torch.full((2, 3), 5), star=True), ValueError, "targets: .* from 0 to C = 4, got 0 to 5"),
-    (lambda: loss(reduction="average"), ValueError, "reduction: expected 'none' or 'mean' or 'sum', got 'average'"),
+    (lambda: loss(reduction="average"), ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'average'"),
     (lambda: loss(zero_infinity=0), TypeError, "zero_infinity: expected True or False, got 0"),
     (lambda: labels(torch.ones(2, 2, 5).long()), ValueError, r"dim: .* \[2, 2, 5\], got None; pass 0 .* topk_paths"),
     (lambda: labels(torch.ones(2, 3, 5).long(), -2), ValueError, r"dim: .* in states \[2, 3, 5\], got -2"),

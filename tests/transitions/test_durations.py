@@ -430,7 +430,7 @@ WRONG = {
     "x: expected [..., v, 2] to go with the matrix of 2 states, got [2, 4, 6]": lambda: shared.arguments(
         counting[0], p0
     ),
-    "x: expected a torch.Tensor, got list": lambda: shared.arguments([0.0], p0),
+    "x: expected a torch.Tensor, got list; pass torch.tensor(x)": lambda: shared.arguments([0.0], p0),
     "p0: expected shape [2] to go with x [2, 4, 2], got [6]": lambda: shared.arguments(x, counting[2]),
     "p0: expected shape [1 or 2, 2] to go with x [2, 4, 2], got [3, 2]": lambda: shared.arguments(x, p0.expand(3, 2)),
     "first_durations: expected shape [2, 3] to go with x [2, 4, 2], got [2, 4]": lambda: shared.arguments(
@@ -442,7 +442,9 @@ WRONG = {
         x, p0, lengths=torch.tensor([0, 4])
     ),
     "lengths: expected shape [2] to go with x [2, 4, 2], got [3]": lambda: shared.arguments(x, p0, lengths=[1, 2, 3]),
-    "cu_seqlens: expected a torch.Tensor, got list": lambda: shared.arguments(x[0], p0, cu_seqlens=[0, 4]),
+    "cu_seqlens: expected a torch.Tensor, got list; pass torch.tensor(cu_seqlens)": lambda: shared.arguments(
+        x[0], p0, cu_seqlens=[0, 4]
+    ),
     "lengths: expected None with cu_seqlens, which holds them": lambda: shared.arguments(
         x[0], p0, cu_seqlens=torch.tensor([0, 4]), lengths=4
     ),
