@@ -76,7 +76,7 @@ def _steps_first(x: Any, bulk: Any, p0: Any, lengths: Any, log_params: bool) -> 
 
 @script(default_opset=op)
 def _sum_of_paths(x: DOUBLE[...], bulk: DOUBLE[...], p0: DOUBLE[...], lengths: INT64[...]) -> DOUBLE[...]:
-    # ReduceLogSumExp of onnxruntime underflows below -745
+    # by hand: ReduceLogSumExp of onnxruntime underflows below -745
     v, s = op.Squeeze(op.Shape(x, start=0, end=1)), op.Squeeze(op.Shape(bulk, start=0, end=1))
     zero = op.CastLike(0.0, x)
 
