@@ -398,9 +398,9 @@ def _sequences(mask: Tensor | None, strict: bool) -> Sequences:
     if mask is None:
         return Sequences()
     inside = mask.bool()
-    lengths = inside.sum(1)
+    lengths, steps = inside.sum(1), torch.arange(mask.shape[1], device=mask.device)
     if is_readable(mask):
-        first = torch.arange(mask.shape[1]) < lengths[:, None]
+        first = steps < lengths[:, None]
         if inside.equal(first) and lengths.all():
             return Sequences(inside, lengths)
         if strict and not inside[:, 0].all():
@@ -409,7 +409,7 @@ def _sequences(mask: Tensor | None, strict: bool) -> Sequences:
                 f"mask: expected the first step of every sequence on, got it off in sequence {off}; if the mask is not"
                 " upside down, pass strict_mask=False to the layer"
             )
-    order = inside.logical_not().argsort(dim=1, stable=True)
+    order = torch.where(inside, steps, steps + mask.shape[1]).argsort(dim=1)  # distinct: ONNX has no stable sort
     if strict:
         return Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
     return Sequences(inside, lengths.clamp(min=1), order, lengths == 0)

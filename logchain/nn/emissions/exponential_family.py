@@ -80,4 +80,4 @@ def _products_with_zeros(rows: Tensor, natural: Tensor) -> Tensor:
 def _by_group(features: Tensor, lead: torch.Size, units: tuple[int, ...]) -> Tensor:
     """Features `[..., *U, f]`, where axes U may have size 1, as `[groups, n, f]` with a group for each entry of U."""
     features = features.expand(*lead, *units[:-1], features.shape[-1])
-    return features.reshape(lead.numel(), math.prod(units[:-1]), features.shape[-1]).transpose(0, 1)
+    return features.reshape(math.prod(lead), math.prod(units[:-1]), features.shape[-1]).transpose(0, 1)
