@@ -37,7 +37,6 @@ __all__ = [
     "matrix_product",
     "memory",
     "nn",
-    "onnx",
     "plan",
     "prefix_products",
     "product",
@@ -52,12 +51,12 @@ __all__ = [
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from . import alignment, distributed, memory, nn, onnx, reference
+    from . import alignment, distributed, memory, nn, reference
 
 
 def __getattr__(name: str) -> Any:
     """A submodule that is imported when first used: together these take as long to import as all the others."""
-    if name in ("alignment", "distributed", "memory", "nn", "onnx", "reference"):
+    if name in ("alignment", "distributed", "memory", "nn", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
