@@ -95,7 +95,7 @@ def test_likelihoods_of_all_segmentations_are_their_probabilities(enumerated):
 
 
 def agrees(segments, tags, begins):
-    """Whether a segmentation has these tags, segments that begin where known neighbors differ, and where `begins` is."""
+    """Whether segments have these tags, and begin where known neighbors differ and where `begins` is."""
     steps, firsts = segmentations.steps_of(segments, len(tags)), {first for _, first, _ in segments}
     for i, tag in enumerate(tags):
         if tag not in (-1, steps[i]) or (i and begins[i] and i not in firsts):
@@ -115,8 +115,8 @@ def test_unknown_tags_give_the_sum_over_segmentations_that_agree(enumerated, see
     result = crf(*turned(crf, emissions, tags, mask), "none", partial=True, begins=turned(crf, begins)[0])
     for row, (inside, table) in enumerate(zip(mask, every, strict=True)):
         known, starts = tags[row, inside].tolist(), begins[row, inside].tolist()
-        agreeing = [weight for segments, weight in table.items() if agrees(segments, known, starts)]
-        expected = segmentations.log_sum(dict(enumerate(agreeing or [-INF]))) - segmentations.log_sum(table)
+        agreeing = {one: weight for one, weight in table.items() if weight > -INF and agrees(one, known, starts)}
+        expected = segmentations.log_sum(agreeing) - segmentations.log_sum(table) if agreeing else -INF
         close(result[row], expected)
 
 
