@@ -8,8 +8,13 @@ from torch import Tensor
 
 from ..arguments import check_choice
 
-# prefixes that continue a span, that may be continued, and that have to be
-_SCHEMES = {"BIO": ("I", "BI", ""), "IOB1": ("B", "BI", ""), "BIOES": ("IE", "BI", "BI"), "BILOU": ("IL", "BI", "BI")}
+# all prefixes, those that continue a span, and those that have to be continued
+_SCHEMES = {
+    "BIO": ("BI", "I", ""),
+    "IOB1": ("BI", "B", ""),
+    "BIOES": ("BIES", "IE", "BI"),
+    "BILOU": ("BILU", "IL", "BI"),
+}
 
 
 class TagConstraints(NamedTuple):
@@ -46,16 +51,15 @@ def bio_constraints(tags: Sequence[str], scheme: Literal["BIO", "IOB1", "BIOES",
     tensor([ True,  True, False])
     """
     check_choice("scheme", scheme, tuple(_SCHEMES))
-    continuing, open_to, unfinished = _SCHEMES[scheme]
-    prefixes = (set(scheme) - {"O"}) if scheme != "IOB1" else {"B", "I"}
+    prefixes, continuing, unfinished = _SCHEMES[scheme]
     parts = [tag.partition("-")[::2] for tag in tags]
     for tag, (prefix, kind) in zip(tags, parts, strict=True):
-        if tag != "O" and not (prefix in prefixes and kind):
-            expected = f"'O' or {', '.join(sorted(prefixes))} with a type, such as 'B-PER'"
+        if tag != "O" and not (prefix in tuple(prefixes) and kind):
+            expected = f"'O' or {', '.join(prefixes)} with a type, such as 'B-PER'"
             raise ValueError(f"tags: expected {expected}, got {tag!r}; pass the scheme of the tags")
 
     def allowed(before: tuple[str, str], after: tuple[str, str]) -> bool:
-        same = before[0] in open_to and after[0] in continuing and before[1] == after[1]
+        same = before[0] in ("B", "I") and after[0] in continuing and before[1] == after[1]
         return same or (before[0] not in unfinished and after[0] not in continuing)
 
     return TagConstraints(
