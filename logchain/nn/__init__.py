@@ -1,6 +1,7 @@
 """Modules that hold parameters and call the library: hidden Markov models, conditional random fields, circuits."""
 
 from . import transitions
+from .bio import TagConstraints, bio_constraints
 from .chain_circuit import ChainCircuit, Completion
 from .chain_model import ChainModel
 from .degenerate import DegenerateError, DegenerateWarning
@@ -43,6 +44,8 @@ __all__ = [
     "Sample",
     "SemiMarkovCRF",
     "SumLayer",
+    "TagConstraints",
+    "bio_constraints",
     "em_step",
     "fit",
     "transitions",

@@ -1,6 +1,7 @@
 """The linear-chain conditional random field as a layer with the interface of pytorch-crf's."""
 
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from ..arguments import (
     check_is_tensor,
     check_tensor,
 )
+from ..autograd.log_partition import log_norm
+from ..chain import Chain
 from ..chain_arguments import ChainArguments
 from ..internals import is_jit_traced
 from ..log_prob import log_prob
@@ -27,21 +30,24 @@ from .checks import check_count
 
 
 class Sequences(NamedTuple):
-    """The sequences of a mask: variables that are not masked are moved to the front of each, and back.
+    """The sequences of a mask, whose masked variables are moved past the end of each, or packed ones.
 
     `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
-    which each variable is taken, `empty` (n) marks sequences without variables: they are computed as sequences of one,
-    whose results are replaced. `order` and `empty` are None where the mask is known to leave the first variables of
-    each sequence, at least one; `empty` is None where it has to leave the first; all are None without a mask.
+    which each variable is taken, None where the mask is known to leave the first variables of each sequence. All are
+    None without a mask. The length of a sequence without variables is 1, or 0 where it is refused.
     """
 
+    batch_first: bool
     inside: Tensor | None = None
     lengths: Tensor | None = None
     order: Tensor | None = None
-    empty: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Values (n, v) or (n, v, c) with those that are not masked at the front."""
+        """Values in the layout of the emissions as (n, v, ...), those that are not masked first, or (total, ...)."""
+        if self.cu_seqlens is not None:
+            return values
+        values = values if self.batch_first else values.transpose(0, 1)
         if self.order is None or self.inside is None:
             return values
         # masked values are zeroed, since an empty sequence is computed from one of them
@@ -49,15 +55,28 @@ class Sequences(NamedTuple):
         return values.gather(1, _like(self.order, values))
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
-        """Values (n, v) or (n, v, c) moved from the front back to where they were, with `fill` where masked."""
-        if self.order is None or self.inside is None:
-            return values
-        values = values.gather(1, _like(self.order.argsort(1), values))
-        return torch.where(_like(self.inside, values), values, fill)
+        """Values as `gathered` returns them in the layout of the emissions, `fill` where masked."""
+        if self.order is not None and self.inside is not None:
+            values = values.gather(1, _like(self.order.argsort(1), values))
+            values = torch.where(_like(self.inside, values), values, fill)
+        return values if self.batch_first or self.cu_seqlens is not None else values.transpose(0, 1)
 
-    def zero_where_empty(self, values: Tensor) -> Tensor:
-        """Log-weights (n) with 0 for empty sequences, whose only path has weight 1."""
-        return values if self.empty is None else values.masked_fill(self.empty, 0.0)
+    def ended(self, steps: int, device: torch.device) -> Tensor:
+        """Whether each step (v), (n, v) or (total) is the last one of its sequence, or after it."""
+        counts = torch.arange(1, steps + 1, device=device)
+        if self.cu_seqlens is not None:
+            return torch.isin(counts, self.cu_seqlens.to(device))
+        return counts >= (steps if self.lengths is None else self.lengths[:, None])
+
+    def lists(self, states: Tensor) -> list[list[int]]:
+        """States (n, v) or (total) as a list for each sequence, without masked variables."""
+        check_has_values("emissions", states)
+        rows = states.tolist()
+        if self.cu_seqlens is not None:
+            return [rows[first:end] for first, end in pairwise(self.cu_seqlens.tolist())]
+        if self.inside is None:
+            return rows
+        return [row[:length] for row, length in zip(rows, self.inside.sum(1).tolist(), strict=True)]
 
 
 class LinearChainCRF(nn.Module):
@@ -72,12 +91,19 @@ class LinearChainCRF(nn.Module):
         batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
         strict_mask: a mask that is off at the first step of a sequence is refused, as pytorch-crf does: often it is
             upside down. With False sequences may begin after masked positions, or be empty.
+        allowed_transitions: bool `[c, c]`, `[from, to]`: False where a transition is impossible. By default all are
+            allowed. `bio_constraints` makes those of BIO tags.
+        allowed_starts: bool `[c]`: whether each tag may be the first.
+        allowed_ends: bool `[c]`: whether each tag may be the last.
 
     Attributes:
         start_transitions: log-weights of the first tag `[c]`, nats.
         end_transitions: log-weights of the last tag `[c]`, nats.
         transitions: log-weights `[c, c]`, `[from, to]`, nats. -inf forbids a transition and stays -inf under Adam and
             AdamW, since its gradient is exactly 0. (SGD adds weight decay to the gradient: -inf then becomes NaN.)
+        allowed_transitions, allowed_starts, allowed_ends: buffers, or None. Log-weights of what is not allowed are
+            -inf, while the parameters stay finite through weight decay, averaging and `reset_parameters`. Buffers that
+            were passed are in the `state_dict`: one without them loads with `strict=False`.
 
     Every method takes
         emissions: log-potentials of the tags in nats, `[v, n, c]` or, if `batch_first`, `[n, v, c]`: float32, float64,
@@ -88,11 +114,15 @@ class LinearChainCRF(nn.Module):
             be at the end, between (the pieces of a word) and, with `strict_mask=False`, in front (a classifier's first
             token). Masked values have no influence, not even NaN, and gradient 0. The log-likelihood and the
             log-partition of a sequence without variables are 0.
+        cu_seqlens: instead of a mask, the offsets `[n + 1]` of packed sequences, from 0 to total, as in
+            `logchain.product`. Then emissions are `[total, c]`, and `total` takes the place of both axes of tags and
+            results.
 
-    Values of masks and tags are checked on a CPU only: `forward` never makes the host wait for a GPU, where a tag out
-    of range is the device's error (-1 counts as an impossible tag), and a first step that must not be off makes the
-    sequence's log-likelihood NaN and its tags -1. Inside `torch.compile` the errors on a CPU are those of the chain:
-    they name `lengths`, of which one is 0 where a first step is off, and `states`.
+    Values of masks and tags are checked on a CPU only: `forward` never makes the host wait for a GPU, except for
+    `cu_seqlens`. There a tag out of range is the device's error (-1 counts as an impossible tag without
+    `partial=True`), and a first step that must not be off makes the sequence's log-likelihood NaN and its tags -1.
+    Inside `torch.compile` the errors on a CPU are those of the chain: they name `lengths`, of which one is 0 where a
+    first step is off, and `states`.
 
     The layer works under `torch.compile` without a graph break and in `torch.export`, not in
     TorchScript (`torch.jit`); in autocast and in DistributedDataParallel; a batch may be empty.
@@ -131,7 +161,20 @@ class LinearChainCRF(nn.Module):
              [0.1293, 0.8707]]])
     """
 
-    def __init__(self, num_tags: int, batch_first: bool = False, *, strict_mask: bool = True) -> None:
+    allowed_transitions: Tensor | None
+    allowed_starts: Tensor | None
+    allowed_ends: Tensor | None
+
+    def __init__(
+        self,
+        num_tags: int,
+        batch_first: bool = False,
+        *,
+        strict_mask: bool = True,
+        allowed_transitions: Tensor | None = None,
+        allowed_starts: Tensor | None = None,
+        allowed_ends: Tensor | None = None,
+    ) -> None:
         check_count("num_tags", num_tags)
         check_flag("batch_first", batch_first)
         check_flag("strict_mask", strict_mask)
@@ -142,7 +185,20 @@ class LinearChainCRF(nn.Module):
         self.start_transitions = nn.Parameter(torch.empty(num_tags))
         self.end_transitions = nn.Parameter(torch.empty(num_tags))
         self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
+        self._register_allowed("allowed_transitions", allowed_transitions, self.transitions)
+        self._register_allowed("allowed_starts", allowed_starts, self.start_transitions)
+        self._register_allowed("allowed_ends", allowed_ends, self.end_transitions)
         self.reset_parameters()
+
+    def _register_allowed(self, name: str, allowed: Tensor | None, weights: Tensor) -> None:
+        if allowed is not None:
+            check_is_tensor(name, allowed)
+            if allowed.dtype != torch.bool:
+                raise TypeError(f"{name}: expected bool, got {str(allowed.dtype)[6:]}; pass its .bool()")
+            if allowed.shape != weights.shape:
+                raise ValueError(f"{name}: expected shape {list(weights.shape)}, got {list(allowed.shape)}")
+            allowed = allowed.clone()
+        self.register_buffer(name, allowed)
 
     def reset_parameters(self) -> None:
         """Draw all parameters uniformly from -0.1 to 0.1.
@@ -171,15 +227,22 @@ class LinearChainCRF(nn.Module):
         tags: Tensor,
         mask: Tensor | None = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
+        *,
+        cu_seqlens: Tensor | None = None,
+        partial: bool = False,
     ) -> Tensor:
         """The log-likelihood `log p(tags)` of given tags; its negative is the training loss.
 
         Args:
             emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
-            tags: integers `[v, n]`, or `[n, v]` if `batch_first`. Masked ones may be anything, such as -100.
-            mask: `[v, n]` or `[n, v]`, see the class.
+            tags: integers `[v, n]`, or `[n, v]` if `batch_first`. Masked ones may be anything, such as -100. -1 is an
+                unknown tag: the result is the log-probability of all taggings that agree with the tags that are known.
+            mask: `[v, n]` or `[n, v]`, see the class; `mask=tags != -100` drops labels of -100.
             reduction: "none" for `[n]`; "sum" over sequences; "mean", the sum divided by n; "token_mean", the sum
                 divided by the number of variables that are not masked.
+            cu_seqlens: the offsets of packed sequences, see the class.
+            partial: whether tags may be -1. Needed on a GPU and inside `torch.compile`, where values are not read, and
+                costs a second log-partition.
 
         Returns:
             Nats, `[n]` or `[]`: float64 if emissions or parameters are, otherwise float32. Exactly -inf, with gradient
@@ -188,14 +251,15 @@ class LinearChainCRF(nn.Module):
         >>> crf = LinearChainCRF(2, batch_first=True)
         >>> crf(torch.zeros(4, 3, 2), torch.zeros(4, 3, dtype=torch.int64), reduction="none").shape
         torch.Size([4])
+        >>> crf(torch.zeros(1, 3, 2), torch.tensor([[-1, -1, -1]])).exp().detach()  # of all taggings
+        tensor(1.)
         """
-        check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
-        chain, unmasked = self._chain(emissions, mask)
-        states = unmasked.gathered(self._checked(tags, emissions, unmasked))
-        return reduced(log_prob(**chain._asdict(), states=states), unmasked, reduction, tags.numel())
+        return self._log_likelihood(emissions, tags, mask, cu_seqlens, reduction, partial)
 
     @torch.no_grad()
-    def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
+    def decode(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> list[list[int]]:
         """The most probable tags of each sequence as lists, without masked variables.
 
         Returns:
@@ -206,11 +270,10 @@ class LinearChainCRF(nn.Module):
         >>> crf.decode(emissions, torch.tensor([[True, True], [True, False]]))
         [[0, 1], [0]]
         """
-        chain, unmasked = self._chain(emissions, mask)
-        states = viterbi(**chain._asdict()).states
-        return [row[0] for row in as_lists(self._tags(states)[:, None], unmasked)]
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        return sequences.lists(self._tags(viterbi(**chain).states))
 
-    def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
+    def viterbi(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
 
         Returns:
@@ -221,12 +284,13 @@ class LinearChainCRF(nn.Module):
         >>> crf.viterbi(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])).states
         tensor([[0, 1]])
         """
-        chain, unmasked = self._chain(emissions, mask)
-        path = viterbi(**chain._asdict())
-        tags = unmasked.spread(self._tags(path.states), -1)
-        return Path(self._as_given(tags), unmasked.zero_where_empty(path.score))
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        path = viterbi(**chain)
+        return Path(sequences.spread(self._tags(path.states), -1), path.score)
 
-    def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
+    def topk(
+        self, emissions: Tensor, k: int, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
         Returns:
@@ -238,13 +302,11 @@ class LinearChainCRF(nn.Module):
         >>> paths
         [[[0, 1], [0, 0]]]
         """
-        chain, unmasked = self._chain(emissions, mask)
-        paths = topk_paths(**chain._asdict(), k=k)
-        scores = paths.scores
-        if unmasked.empty is not None:
-            no_tags = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
-            scores = torch.where(unmasked.empty[:, None], no_tags, scores)
-        return as_lists(self._tags(paths.states), unmasked), scores
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        states, log_weights = topk_paths(**chain, k=k)
+        ranked = states if cu_seqlens is not None else states.movedim(1, 0)
+        tags = zip(*(sequences.lists(self._tags(paths)) for paths in ranked), strict=True)
+        return [list(paths) for paths in tags], log_weights
 
     def sample(
         self,
@@ -252,6 +314,7 @@ class LinearChainCRF(nn.Module):
         num_samples: int,
         mask: Tensor | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
@@ -267,12 +330,11 @@ class LinearChainCRF(nn.Module):
         <BLANKLINE>
                 [[0, 1]]])
         """
-        chain, unmasked = self._chain(emissions, mask)
-        states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
-        tags = unmasked.spread(self._tags(states).movedim(0, -1), -1)  # (n, v, num_samples)
-        return self._as_given(tags).movedim(-1, 0)
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        states = sample(**chain, num_samples=num_samples, generator=generator)
+        return sequences.spread(self._tags(states).movedim(0, -1), -1).movedim(-1, 0)
 
-    def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The posterior probability of each tag: see `logchain.marginals`.
 
         Returns:
@@ -283,10 +345,12 @@ class LinearChainCRF(nn.Module):
         tensor([[[1., 0.],
                  [0., 1.]]])
         """
-        chain, unmasked = self._chain(emissions, mask)
-        return self._as_given(unmasked.spread(marginals(**chain._asdict()).states, 0.0))
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        return sequences.spread(marginals(**chain).states, 0.0)
 
-    def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def log_partition(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """The log-partition `log Z` of each sequence: see `logchain.product`.
 
         Returns:
@@ -297,56 +361,116 @@ class LinearChainCRF(nn.Module):
         >>> crf.log_partition(emissions) > crf.viterbi(emissions).score
         tensor([True, True, True, True])
         """
-        chain, unmasked = self._chain(emissions, mask)
-        return unmasked.zero_where_empty(product(**chain._asdict()))
+        return product(**self._chain(emissions, mask, cu_seqlens)[0])
 
-    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
+    def _log_likelihood(
+        self,
+        emissions: Tensor,
+        tags: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        reduction: str,
+        partial: bool,
+        begins: Tensor | None = None,
+    ) -> Tensor:
+        check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
+        check_flag("partial", partial)
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        partial = self._check_tags(tags, emissions, mask) or partial
+        tags = sequences.gathered(tags)
+        begins = None if begins is None else sequences.gathered(begins).bool()
+        if partial:
+            agreeing = self._agreeing(tags, begins, sequences)
+            result = _log_probability(chain, agreeing)
+        else:
+            result = log_prob(**chain, states=self._states(tags, begins, sequences))
+        if reduction == "none":
+            return result
+        counted: int | Tensor = 1
+        if reduction == "mean":
+            counted = max(len(result), 1)
+        elif reduction == "token_mean":
+            counted = max(tags.numel(), 1) if sequences.inside is None else sequences.inside.sum().clamp(min=1)
+        return result.sum() / counted
+
+    def _chain(
+        self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[dict[str, Any], Sequences]:
+        """The arguments of functions of a chain, and how its variables lie in the emissions."""
         if is_jit_traced():
             name = type(self).__name__
             raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.trace")
-        _check(emissions, mask, self.num_tags, self.batch_first)
+        _check(emissions, mask, cu_seqlens, self.num_tags, self.batch_first)
         check_device("emissions", emissions, self.transitions)
-        if not self.batch_first:
-            emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
-        unmasked = _sequences(mask, self.strict_mask)
-        x = _with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
+        sequences = _sequences(mask, cu_seqlens, self.batch_first, self.strict_mask)
+        x = sequences.gathered(emissions)
+        dtype = torch.promote_types(torch.promote_types(x.dtype, self.transitions.dtype), torch.float32)
         # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
-        start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
-        return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
+        start, end, transitions = (
+            weights.to(dtype) if allowed is None else weights.to(dtype).masked_fill(~allowed, -torch.inf)
+            for weights, allowed in (
+                (self.start_transitions, self.allowed_starts),
+                (self.end_transitions, self.allowed_ends),
+                (self.transitions, self.allowed_transitions),
+            )
+        )
+        last, empty = sequences.ended(x.shape[-2], x.device), None
+        if sequences.order is not None and sequences.inside is not None:
+            empty = ~sequences.inside.any(1, keepdim=True)
+            last = last & ~empty
+        x = x.to(dtype) + torch.where(last[..., None], end, 0.0)
+        chain = self._arguments(x, start, transitions, sequences)
+        if empty is not None:  # the only path of an empty sequence, of state 0, has weight 1
+            only = torch.arange(chain.p0.shape[-1], device=x.device) == 0
+            chain = chain._replace(p0=torch.where(empty, torch.where(only, 0.0, -torch.inf), chain.p0))
+        return {**chain._asdict(), "cu_seqlens": cu_seqlens}, sequences
+
+    def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: Sequences) -> ChainArguments:
+        return ChainArguments(x, transitions[None], start, True, sequences.lengths)
 
     def _tags(self, states: Tensor) -> Tensor:
         """The tags of the chain's states; -1 stays."""
         return states
 
-    def _checked(self, tags: Tensor, emissions: Tensor, unmasked: Sequences) -> Tensor:
-        """Tags as (n, v), after checks of their kind, their shape and, on a CPU, their values."""
-        check_integers("tags", tags)
-        if tags.shape != emissions.shape[:2]:
-            raise ValueError(f"tags: expected shape {list(emissions.shape[:2])}, got {list(tags.shape)}")
-        check_device("tags", tags, emissions)
-        tags = tags if self.batch_first else tags.T
-        if is_readable(tags) and tags.numel():
-            counted = tags if unmasked.inside is None else torch.where(unmasked.inside, tags, 0)
-            low, high = (int(bound) for bound in torch.aminmax(counted))
-            if low < 0 or high >= self.num_tags:
-                raise ValueError(f"tags: expected values from 0 to {self.num_tags - 1}, got {low} to {high}")
+    def _states(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+        """The chain's states of tags, of which none is unknown."""
         return tags
 
-    def _as_given(self, values: Tensor) -> Tensor:
-        """Values (n, v, ...) as (n, v, ...) or (v, n, ...), whichever layout the emissions have."""
-        return values if self.batch_first else values.transpose(0, 1)
+    def _agreeing(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+        """Whether each state of each variable agrees with its tag."""
+        return (tags[..., None] == torch.arange(self.num_tags, device=tags.device)) | (tags[..., None] == -1)
+
+    def _check_tags(self, tags: Tensor, emissions: Tensor, mask: Tensor | None) -> bool:
+        """Check kind, shape and, on a CPU, values, and return whether some tag is known to be -1."""
+        check_integers("tags", tags)
+        if tags.shape != emissions.shape[:-1]:
+            raise ValueError(f"tags: expected shape {list(emissions.shape[:-1])}, got {list(tags.shape)}")
+        check_device("tags", tags, emissions)
+        if not is_readable(tags) or not tags.numel():
+            return False
+        low, high = (int(bound) for bound in torch.aminmax(tags if mask is None else torch.where(mask.bool(), tags, 0)))
+        if low < -1 or high >= self.num_tags:
+            expected = f"values from 0 to {self.num_tags - 1}, got {low} to {high}"
+            raise ValueError(f"tags: expected {expected}; pass -1 for unknown tags, mask=tags != -100 to drop others")
+        return low < 0
 
 
-def _check(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool) -> None:
-    """Check the kinds and sizes of emissions and mask, in the layer's layout."""
-    check_tensor("emissions", emissions, 3)
-    if emissions.dim() != 3 or emissions.shape[-1] != c:
-        axes = "n, v" if batch_first else "v, n"
-        raise ValueError(f"emissions: expected shape [{axes}, {c}], got {list(emissions.shape)}")
-    if emissions.shape[int(batch_first)] < 1:
+def _check(emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, c: int, batch_first: bool) -> None:
+    """Check kinds and sizes, in the layer's layout."""
+    axes = ["total"] if cu_seqlens is not None else ["n", "v"] if batch_first else ["v", "n"]
+    check_tensor("emissions", emissions, 2)
+    if emissions.dim() != len(axes) + 1 or emissions.shape[-1] != c:
+        raise ValueError(f"emissions: expected shape [{', '.join(axes)}, {c}], got {list(emissions.shape)}")
+    if cu_seqlens is None and emissions.shape[axes.index("v")] < 1:
         raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
     if mask is not None:
         check_mask("mask", mask, emissions)
+    if cu_seqlens is not None:
+        check_integers("cu_seqlens", cu_seqlens)
+        if cu_seqlens.dim() != 1:
+            raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
+        if mask is not None:
+            raise ValueError("mask: expected None with cu_seqlens; leave masked rows out of the emissions")
 
 
 def check_mask(name: str, mask: Tensor, emissions: Tensor) -> None:
@@ -354,67 +478,46 @@ def check_mask(name: str, mask: Tensor, emissions: Tensor) -> None:
     check_is_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"{name}: expected bool or integers, got {str(mask.dtype)[6:]}")
-    if mask.shape != emissions.shape[:2]:
-        raise ValueError(f"{name}: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
+    if mask.shape != emissions.shape[:-1]:
+        raise ValueError(f"{name}: expected shape {list(emissions.shape[:-1])}, got {list(mask.shape)}")
     check_device(name, mask, emissions)
 
 
-def _with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
-    """Emissions (n, v, c), float32 at least, plus the end transitions (c) at the last variable of each sequence."""
-    v = emissions.shape[1]
-    steps = torch.arange(1, v + 1, device=emissions.device)
-    last = steps == (v if lengths is None else lengths[:, None])  # (v) or (n, v)
-    emissions = emissions.to(torch.promote_types(emissions.dtype, torch.float32))
-    return emissions + torch.where(last[..., None], end, 0.0)
+def _log_probability(chain: dict[str, Any], agreeing: Tensor) -> Tensor:
+    """The log-probability of all paths through states that agree; both log-partitions are float64."""
+    x = chain["x"]
+    chains = [Chain.of(**{**chain, "x": one}).in_place() for one in (torch.where(agreeing, x, -torch.inf), x)]
+    weight, norm = (one.by_sequence(one.map(log_norm)) for one in chains)
+    # the whole sequence may be impossible: -inf - (-inf) must not become NaN
+    impossible = (weight == -torch.inf) & ~norm.isnan()
+    return torch.where(impossible, -torch.inf, weight - norm).to(x.dtype)
 
 
-def reduced(log_likelihood: Tensor, unmasked: Sequences, reduction: str, variables: int) -> Tensor:
-    """Log-likelihoods (n), their sum or a mean, of so many variables if none is masked."""
-    log_likelihood = unmasked.zero_where_empty(log_likelihood)
-    if reduction == "none":
-        return log_likelihood
-    if reduction == "mean":
-        return log_likelihood.sum() / max(len(log_likelihood), 1)
-    if reduction == "token_mean":
-        counted = max(variables, 1) if unmasked.inside is None else unmasked.inside.sum().clamp(min=1)
-        return log_likelihood.sum() / counted
-    return log_likelihood.sum()
-
-
-def as_lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:
-    """Paths (n, k, v) as lists without the masked variables at their ends."""
-    check_has_values("emissions", states)
-    n, _, v = states.shape
-    lengths = [v] * n if unmasked.inside is None else unmasked.inside.sum(1).tolist()
-    return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]
-
-
-def _sequences(mask: Tensor | None, strict: bool) -> Sequences:
-    """The sequences of a mask (n, v), whose first steps have to be on if `strict`.
+def _sequences(mask: Tensor | None, cu_seqlens: Tensor | None, batch_first: bool, strict: bool) -> Sequences:
+    """The sequences of a mask, whose first steps have to be on if `strict`, or of packed rows.
 
     Values that are on a GPU, for which the host would wait, or traced are not read: a first step that is off makes the
     length 0, which on a GPU makes results NaN, and on a CPU is refused where the chain is computed.
     """
     if mask is None:
-        return Sequences()
-    inside = mask.bool()
-    lengths, steps = inside.sum(1), torch.arange(mask.shape[1], device=mask.device)
+        return Sequences(batch_first, cu_seqlens=cu_seqlens)
+    inside = mask.bool() if batch_first else mask.bool().T
+    lengths, steps = inside.sum(1), torch.arange(inside.shape[1], device=mask.device)
     if is_readable(mask):
         first = steps < lengths[:, None]
         if inside.equal(first) and lengths.all():
-            return Sequences(inside, lengths)
+            return Sequences(batch_first, inside, lengths)
         if strict and not inside[:, 0].all():
             off = inside[:, 0].tolist().index(False)
             raise ValueError(
                 f"mask: expected the first step of every sequence on, got it off in sequence {off}; if the mask is not"
                 " upside down, pass strict_mask=False to the layer"
             )
-    order = torch.where(inside, steps, steps + mask.shape[1]).argsort(dim=1)  # distinct: ONNX has no stable sort
-    if strict:
-        return Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
-    return Sequences(inside, lengths.clamp(min=1), order, lengths == 0)
+    order = torch.where(inside, steps, steps + inside.shape[1]).argsort(dim=1)  # distinct: ONNX has no stable sort
+    lengths = torch.where(inside[:, 0], lengths, 0) if strict else lengths.clamp(min=1)
+    return Sequences(batch_first, inside, lengths, order)
 
 
 def _like(steps: Tensor, values: Tensor) -> Tensor:
-    """Steps (n, v) expanded to the shape of values (n, v) or (n, v, c)."""
-    return steps if values.dim() == 2 else steps[..., None].expand_as(values)
+    """Steps (n, v) expanded to the shape of values (n, v, ...)."""
+    return steps[(..., *(None,) * (values.dim() - 2))].expand_as(values)

@@ -5,15 +5,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_choice
 from ..chain_arguments import ChainArguments
-from ..log_prob import log_prob
 from ..marginals import marginals
 from ..tensors import is_readable
 from ..transitions import Duration
 from ..viterbi import viterbi
 from .checks import check_count
-from .linear_chain_crf import LinearChainCRF, Sequences, as_lists, check_mask, reduced
+from .linear_chain_crf import LinearChainCRF, Sequences, check_mask
 
 
 class SemiMarkovCRF(LinearChainCRF):
@@ -32,6 +30,8 @@ class SemiMarkovCRF(LinearChainCRF):
         num_tags: number of tags, c.
         max_duration: the largest number of steps of a segment, D.
         batch_first: see `LinearChainCRF`, as for `strict_mask`.
+        allowed_transitions: which tags neighboring segments may have, see there, as for `allowed_starts` and
+            `allowed_ends`.
 
     Attributes:
         start_transitions: log-weights of the first segment's tag `[c]`, nats.
@@ -70,10 +70,25 @@ class SemiMarkovCRF(LinearChainCRF):
     """
 
     def __init__(
-        self, num_tags: int, max_duration: int, batch_first: bool = False, *, strict_mask: bool = True
+        self,
+        num_tags: int,
+        max_duration: int,
+        batch_first: bool = False,
+        *,
+        strict_mask: bool = True,
+        allowed_transitions: Tensor | None = None,
+        allowed_starts: Tensor | None = None,
+        allowed_ends: Tensor | None = None,
     ) -> None:
         check_count("max_duration", max_duration)
-        super().__init__(num_tags, batch_first, strict_mask=strict_mask)
+        super().__init__(
+            num_tags,
+            batch_first,
+            strict_mask=strict_mask,
+            allowed_transitions=allowed_transitions,
+            allowed_starts=allowed_starts,
+            allowed_ends=allowed_ends,
+        )
         self.max_duration = max_duration
         self.durations = nn.Parameter(torch.empty(num_tags, max_duration).uniform_(-0.1, 0.1))
 
@@ -89,32 +104,29 @@ class SemiMarkovCRF(LinearChainCRF):
         mask: Tensor | None = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
         *,
+        cu_seqlens: Tensor | None = None,
+        partial: bool = False,
         begins: Tensor | None = None,
     ) -> Tensor:
         """The log-likelihood of a segmentation; its negative is the training loss.
 
         Arguments and result are those of `LinearChainCRF.forward`. A segment begins where the tag changes, and where
         `begins`, bool or integers of the shape of the tags, is nonzero: pass it if neighboring segments have the same
-        tag. Durations do not include masked steps.
+        tag. Durations do not include masked steps. Before and after an unknown tag, -1, segments may begin or not.
 
         >>> crf = SemiMarkovCRF(2, 2, batch_first=True)
         >>> tags = torch.zeros(1, 3, dtype=torch.int64)
         >>> crf(torch.zeros(1, 3, 2), tags, begins=torch.tensor([[True, False, True]])).exp() < 1
         tensor(True)
         """
-        check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
-        chain, unmasked = self._chain(emissions, mask)
-        steps = unmasked.gathered(self._checked(tags, emissions, unmasked))
-        changes = steps[:, 1:] != steps[:, :-1]
         if begins is not None:
             check_mask("begins", begins, emissions)
-            begins = unmasked.gathered(begins if self.batch_first else begins.T)
-            changes = changes | begins[:, 1:].bool()
-        states = self._states(steps, changes, unmasked.lengths)
-        return reduced(log_prob(**chain._asdict(), states=states), unmasked, reduction, tags.numel())
+        return self._log_likelihood(emissions, tags, mask, cu_seqlens, reduction, partial, begins)
 
     @torch.no_grad()
-    def decode_segments(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[tuple[int, int, int]]]:
+    def decode_segments(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> list[list[tuple[int, int, int]]]:
         """The most probable segmentation of each sequence.
 
         Returns:
@@ -125,20 +137,22 @@ class SemiMarkovCRF(LinearChainCRF):
         >>> crf.decode_segments(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
         [[(0, 0, 1), (1, 1, 1)]]
         """
-        chain, unmasked = self._chain(emissions, mask)
-        assert isinstance(chain.bulk, Duration)
-        best = chain.bulk.path_segments(viterbi(**chain._asdict()).states)
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        best = chain["bulk"].path_segments(viterbi(**chain).states, cu_seqlens)
+        pairs = zip(sequences.lists(best.states), sequences.lists(best.durations), strict=True)
         return [
-            [(tag, step, duration) for step, (tag, duration) in enumerate(zip(*rows, strict=True)) if duration]
-            for rows in as_lists(torch.stack([best.states, best.durations], 1), unmasked)
+            [(tag, step, duration) for step, (tag, duration) in enumerate(zip(*pair, strict=True)) if duration]
+            for pair in pairs
         ]
 
-    def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The posterior probability of each tag at each step: see `LinearChainCRF.marginals`."""
-        states: Tensor = super().marginals(emissions, mask).unflatten(-1, (self.num_tags, self.max_duration))
-        return states.sum(-1)
+        states = super().marginals(emissions, mask, cu_seqlens=cu_seqlens)
+        return states.view(*states.shape[:-1], self.num_tags, -1).sum(-1)
 
-    def segment_marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def segment_marginals(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """The posterior probability that a segment of a tag begins at a step and has a duration.
 
         Returns:
@@ -149,32 +163,40 @@ class SemiMarkovCRF(LinearChainCRF):
         >>> segments.sum((-1, -2)).detach().round()  # a segment begins at every step
         tensor([[1., 1., 1.]])
         """
-        chain, unmasked = self._chain(emissions, mask)
-        assert isinstance(chain.bulk, Duration)
-        posteriors = chain.bulk.marginal_segments(marginals(**chain._asdict(), transitions="full")).durations
-        return self._as_given(unmasked.spread(posteriors.flatten(-2), 0.0).view_as(posteriors))
+        chain, sequences = self._chain(emissions, mask, cu_seqlens)
+        posteriors = marginals(**chain, transitions="full")
+        return sequences.spread(chain["bulk"].marginal_segments(posteriors, cu_seqlens).durations, 0.0)
 
-    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
-        (x, _, start, _, lengths), unmasked = super()._chain(emissions, mask)
-        structure = Duration(self.transitions.to(x.dtype), self.durations.to(x.dtype))
-        return structure.arguments(x, start, log_params=True, lengths=lengths), unmasked
+    def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: Sequences) -> ChainArguments:
+        structure = Duration(transitions, self.durations.to(x.dtype))
+        lengths, cu_seqlens = sequences.lengths, sequences.cu_seqlens
+        return structure.arguments(x, start, log_params=True, lengths=lengths, cu_seqlens=cu_seqlens)
 
     def _tags(self, states: Tensor) -> Tensor:
         return states // self.max_duration
 
-    def _states(self, tags: Tensor, changes: Tensor, lengths: Tensor | None) -> Tensor:
-        """The counting states (n, v) of tags (n, v), and of whether a segment begins at each step but the first.
+    def _ends(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+        """Whether a segment ends at each step: before another tag, before `begins`, and with the sequence."""
+        ends = sequences.ended(tags.shape[-1], tags.device) | (tags != tags.roll(-1, -1))
+        return ends if begins is None else ends | begins.roll(-1, -1)
 
-        Where values are not read, those of a segment with too many steps are -1, which is impossible.
-        """
-        n, v = tags.shape
-        steps = torch.arange(v, device=tags.device)
-        ends = torch.cat([changes, changes.new_ones(n, 1)], 1)
-        if lengths is not None:
-            ends = ends | (steps >= lengths[:, None] - 1)
-        last = torch.where(ends, steps, v).flip(1).cummin(1).values.flip(1)
+    def _states(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+        """The counting states of tags; where values are not read, those of segments with too many steps are -1."""
+        steps = torch.arange(tags.shape[-1], device=tags.device)
+        ends = self._ends(tags, begins, sequences)
+        last = torch.where(ends, steps, len(steps)).flip(-1).cummin(-1).values.flip(-1)
         left = last - steps
         if is_readable(left) and left.numel() and (longest := int(left.max()) + 1) > self.max_duration:
             expected = f"segments of at most {self.max_duration} steps, got one of {longest}"
             raise ValueError(f"tags: expected {expected}; pass a larger max_duration to the layer, or begins")
         return torch.where(left < self.max_duration, tags * self.max_duration + left, -1)
+
+    def _agreeing(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+        """Whether counting states agree with tags; next to an unknown tag a segment may end or not."""
+        left = torch.arange(self.max_duration, device=tags.device)
+        free = (tags == -1) | (tags.roll(-1, -1) == -1)
+        if begins is not None:
+            free = free & ~begins.roll(-1, -1)
+        ends = self._ends(tags, begins, sequences)[..., None]
+        steps = torch.where(ends, left == 0, left > 0) | free[..., None]
+        return (super()._agreeing(tags, begins, sequences)[..., None] & steps[..., None, :]).flatten(-2)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from logchain.nn import LinearChainCRF
+from logchain.nn import LinearChainCRF, SemiMarkovCRF, bio_constraints
 from tests.contract import of_steps, ulp
 from tests.kernels.gpu.steps import waiting_raises
 from tests.seeded import seeded
@@ -329,3 +329,186 @@ def test_parameters_equal_pytorch_crf():
         assert torch.equal(mine, expected)
     ours.reset_parameters()
     assert not torch.equal(ours.transitions, theirs.transitions) and ours.transitions.abs().max() <= 0.1
+
+
+def packed(crf, emissions, tags, mask):
+    """Rows of what a mask leaves, and the same emissions, tags and mask in the layer's layout."""
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
+    return emissions[mask], tags[mask], {"cu_seqlens": offsets}, turned(crf, emissions, tags, mask)
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+@pytest.mark.parametrize("kind", [LinearChainCRF, SemiMarkovCRF])
+def test_packed_rows_equal_a_mask(kind, batch_first):
+    options = (4,) if kind is LinearChainCRF else (4, 7)
+    crf = kind(*options, batch_first=batch_first).double()
+    rows, known, options, (emissions, tags, mask) = packed(crf, *batch())
+    turn = (lambda values: values) if batch_first else (lambda values: values.transpose(0, 1))
+    inside = turn(mask)
+    for reduction in REDUCTIONS:
+        torch.testing.assert_close(crf(rows, known, None, reduction, **options), crf(emissions, tags, mask, reduction))
+    unknown = turn(tags).clone()
+    unknown[:, ::2] = -1
+    torch.testing.assert_close(
+        crf(rows, unknown[inside], reduction="none", **options), crf(emissions, turn(unknown), mask, "none")
+    )
+    torch.testing.assert_close(crf.log_partition(rows, **options), crf.log_partition(emissions, mask))
+    torch.testing.assert_close(crf.marginals(rows, **options), turn(crf.marginals(emissions, mask))[inside])
+    best, padded = crf.viterbi(rows, **options), crf.viterbi(emissions, mask)
+    assert torch.equal(best.states, turn(padded.states)[inside])
+    torch.testing.assert_close(best.score, padded.score)
+    assert crf.decode(rows, **options) == crf.decode(emissions, mask)
+    (paths, scores), expected = crf.topk(rows, 3, **options), crf.topk(emissions, 3, mask)
+    torch.testing.assert_close(scores, expected[1])
+    assert [[path for path in one if -1 not in path] for one in paths] == [
+        [path for path in one if -1 not in path] for one in expected[0]
+    ]
+    drawn = crf.sample(rows, 4000, generator=seeded(), **options)
+    frequencies = torch.stack([(drawn == tag).double().mean(0) for tag in range(4)], -1)
+    assert (frequencies - crf.marginals(rows, **options)).abs().max() < 5 * 0.5 / 4000**0.5
+    if kind is SemiMarkovCRF:
+        assert crf.decode_segments(rows, **options) == crf.decode_segments(emissions, mask)
+        expected = turn(crf.segment_marginals(emissions, mask))[inside]
+        torch.testing.assert_close(crf.segment_marginals(rows, **options), expected)
+        begins = torch.rand(mask.shape, generator=seeded()) < 0.5
+        torch.testing.assert_close(
+            crf(rows, known, begins=turn(begins)[inside], **options), crf(emissions, tags, mask, begins=begins)
+        )
+
+
+def test_unknown_tags_give_the_sum_over_taggings_that_agree(enumerated):
+    crf, emissions, tags, mask, weights = enumerated
+    tags = tags.masked_fill((torch.arange(mask.shape[1]) % 2 == 0) & mask, -1)
+    expected = []
+    for i, table in enumerate(weights):
+        known = tags[i][mask[i]].tolist()
+        agreeing = [w for path, w in table.items() if all(a in (-1, b) for a, b in zip(known, path, strict=True))]
+        expected.append(log_sum(agreeing) - log_sum(table.values()))
+    leaf = emissions.clone().requires_grad_()
+    inputs = turned(crf, leaf, tags, mask)
+    out = crf(*inputs, "none")
+    torch.testing.assert_close(out, torch.tensor(expected, dtype=F64), rtol=0, atol=1e-13)
+    assert all(gradient.isfinite().all() for gradient in gradients(crf, leaf, out))
+    known = tags.masked_fill(tags < 0, 0)
+    _, known, _ = turned(crf, leaf, known, mask)
+    torch.testing.assert_close(crf(*inputs[:1], known, mask=inputs[2], partial=True), crf(inputs[0], known, inputs[2]))
+
+
+def test_unknown_tags_compile_as_one_graph():
+    crf, (emissions, tags, mask) = layer(), batch()
+    tags[:, 1] = -1
+    compiled = torch.compile(crf, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(emissions, tags, mask, partial=True), crf(emissions, tags, mask))
+
+
+def test_ignored_labels_have_to_be_masked():
+    crf, (emissions, tags, _) = layer(), batch()
+    tags[:, 0] = -100
+    with pytest.raises(ValueError, match=r"tags: expected values from 0 to 3, got -100 to 3; .* mask=tags != -100"):
+        crf(emissions, tags)
+    torch.testing.assert_close(crf(emissions, tags, tags != -100), crf(emissions[:, 1:], tags[:, 1:]))
+
+
+ALLOWED = {
+    "allowed_transitions": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]]).bool(),
+    "allowed_starts": torch.tensor([True, True, False]),
+    "allowed_ends": torch.tensor([False, True, True]),
+}
+
+
+def forbidding(crf):
+    """A copy without constraints whose parameters are -inf where the constraints are False."""
+    other = LinearChainCRF(crf.num_tags, crf.batch_first).double()
+    other.load_state_dict({name: value.detach().clone() for name, value in crf.named_parameters()})
+    with torch.no_grad():
+        for parameter, allowed in zip(other.parameters(), ("starts", "ends", "transitions"), strict=True):
+            parameter[~ALLOWED[f"allowed_{allowed}"]] = -INF
+    return other
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda crf: torch.optim.SGD(crf.parameters(), 0.1, weight_decay=0.1),
+        lambda crf: torch.optim.Adam(crf.parameters(), 0.1, weight_decay=0.1),
+        lambda crf: torch.optim.AdamW(crf.parameters(), 0.1, weight_decay=0.1),
+    ],
+    ids=["SGD", "Adam", "AdamW"],
+)
+def test_constraints_survive_training_averaging_and_initialization(train):
+    crf, (emissions, tags, mask) = LinearChainCRF(3, True, **ALLOWED).double(), batch(c=3)
+    tags[:] = 1
+    tags[:, 1::2] = 0
+    optimizer = train(crf)
+    averages = [torch.optim.swa_utils.AveragedModel(crf, multi_avg_fn=multi) for multi in (None, EMA)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        crf(emissions, tags, mask, "token_mean").neg().backward()
+        optimizer.step()
+        for average in averages:
+            average.update_parameters(crf)
+    again = copy.deepcopy(crf)
+    again.reset_parameters()
+    for model in (crf, again, *(average.module for average in averages)):
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        expected = forbidding(model)
+        assert torch.equal(model.log_partition(emissions, mask), expected.log_partition(emissions, mask))
+        assert model.decode(emissions, mask) == expected.decode(emissions, mask)
+
+
+EMA = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+
+
+def test_constraints_are_in_the_state_only_if_passed():
+    torch.manual_seed(0)
+    plain, crf = LinearChainCRF(3), LinearChainCRF(3, **ALLOWED)
+    assert list(plain.state_dict()) == ["start_transitions", "end_transitions", "transitions"]
+    assert set(crf.state_dict()) == {*plain.state_dict(), *ALLOWED}
+    missing = crf.load_state_dict(plain.state_dict(), strict=False).missing_keys
+    assert set(missing) == set(ALLOWED) and torch.equal(crf.transitions, plain.transitions)
+    with pytest.raises(TypeError, match=r"allowed_starts: expected bool, got float32; pass its \.bool\(\)"):
+        LinearChainCRF(3, allowed_starts=torch.ones(3))
+    with pytest.raises(ValueError, match=r"allowed_transitions: expected shape \[3, 3\], got \[3\]"):
+        LinearChainCRF(3, allowed_transitions=torch.ones(3).bool())
+
+
+def is_valid(tags, scheme):
+    """Whether the spans of a tagging are what its scheme says, read from left to right."""
+    span = None  # the type of the span that may go on
+    for tag in tags:
+        prefix, _, kind = tag.partition("-")
+        inside = span == kind and span is not None
+        if scheme == "BIOES":
+            if (prefix in "IE") != (span is not None) or (prefix in "IE" and not inside):
+                return False
+            span = kind if prefix in "BI" else None
+            continue
+        if prefix == {"BIO": "I", "IOB1": "B"}[scheme] and not inside:
+            return False
+        span = kind if prefix in "BI" else None
+    return scheme != "BIOES" or span is None
+
+
+@pytest.mark.parametrize("scheme", ["BIO", "IOB1", "BIOES"])
+def test_taggings_of_bio_constraints_are_the_valid_ones(scheme):
+    tags = ["O", *(f"{prefix}-{kind}" for kind in ("A", "B-C") for prefix in sorted({*scheme} & set("BIES")))]
+    constraints = bio_constraints(tags, scheme)
+    crf = LinearChainCRF(len(tags), True, **constraints._asdict())
+    every = torch.tensor(list(itertools.product(range(len(tags)), repeat=3)))
+    possible = crf(torch.zeros(len(every), 3, len(tags)), every, reduction="none") > -INF
+    assert possible.tolist() == [is_valid([tags[tag] for tag in path], scheme) for path in every.tolist()]
+    assert 0 < possible.sum() < len(every)
+
+
+def test_bilou_is_bioes_with_other_letters():
+    tags = ["O", "B-A", "I-A", "E-A", "S-A", "B-B", "E-B"]
+    letters = str.maketrans("ES", "LU")
+    pairs = zip(
+        bio_constraints(tags, "BIOES"), bio_constraints([tag.translate(letters) for tag in tags], "BILOU"), strict=True
+    )
+    assert all(torch.equal(*pair) for pair in pairs)
+    for tag in ("S-A", "PER", "B", "O-A"):
+        with pytest.raises(
+            ValueError, match=f"tags: expected 'O' or B, I with a type, .* got '{tag}'; pass the scheme"
+        ):
+            bio_constraints(["O", tag])

@@ -94,6 +94,32 @@ def test_likelihoods_of_all_segmentations_are_their_probabilities(enumerated):
         assert crf(*inputs[:3], begins=inputs[3]) == result.sum()
 
 
+def agrees(segments, tags, begins):
+    """Whether segments have these tags, and begin where known neighbors differ and where `begins` is."""
+    steps, firsts = segmentations.steps_of(segments, len(tags)), {first for _, first, _ in segments}
+    for i, tag in enumerate(tags):
+        if tag not in (-1, steps[i]) or (i and begins[i] and i not in firsts):
+            return False
+        if i and -1 not in (tag, tags[i - 1]) and not begins[i] and (i in firsts) != (tag != tags[i - 1]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_unknown_tags_give_the_sum_over_segmentations_that_agree(enumerated, seed):
+    crf, emissions, mask, every = enumerated
+    tags, begins = torch.randint(-1, 2, mask.shape, generator=seeded(seed)), mask & False
+    begins[:, 3] = seed % 2 == 1
+    tags[0, :2] = -1
+    tags[0, 2:] = 1
+    result = crf(*turned(crf, emissions, tags, mask), "none", partial=True, begins=turned(crf, begins)[0])
+    for row, (inside, table) in enumerate(zip(mask, every, strict=True)):
+        known, starts = tags[row, inside].tolist(), begins[row, inside].tolist()
+        agreeing = {one: weight for one, weight in table.items() if weight > -INF and agrees(one, known, starts)}
+        expected = segmentations.log_sum(agreeing) - segmentations.log_sum(table) if agreeing else -INF
+        close(result[row], expected)
+
+
 def test_best_segmentations_equal_the_enumeration(enumerated):
     crf, emissions, mask, every = enumerated
     inputs = turned(crf, emissions, mask)
