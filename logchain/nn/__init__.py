@@ -1,9 +1,9 @@
 """Modules that hold parameters and call the library: hidden Markov models, conditional random fields, circuits."""
 
-from . import transitions
 from .chain_circuit import ChainCircuit, Completion
 from .chain_model import ChainModel
 from .degenerate import DegenerateError, DegenerateWarning
+from .durations import Durations
 from .em import em_step
 from .emissions import (
     Bernoulli,
@@ -21,6 +21,7 @@ from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
 from .semi_markov_crf import SemiMarkovCRF
+from .transitions import Transitions
 
 __all__ = [
     "HMM",
@@ -33,6 +34,7 @@ __all__ = [
     "DegenerateError",
     "DegenerateWarning",
     "Distribution",
+    "Durations",
     "Fit",
     "Gaussian",
     "Emission",
@@ -43,7 +45,7 @@ __all__ = [
     "Sample",
     "SemiMarkovCRF",
     "SumLayer",
+    "Transitions",
     "em_step",
     "fit",
-    "transitions",
 ]
