@@ -75,7 +75,9 @@ class Durations(Transitions):
         super().__init__(
             Duration(torch.ones(num_states, num_states), torch.ones(num_states, max_duration)), prior=prior
         )
-        self.num_states, self.right_censored = num_states, right_censored
+        self.right_censored = right_censored
+        if num_states > 1:
+            self.weights[0] = MoveWeights(num_states, num_states, prior=prior)
         self.reset_parameters(generator)
         if not isinstance(durations, Emission):
             check_choice("durations", durations, ("free", "poisson", "negative_binomial"))
@@ -86,12 +88,14 @@ class Durations(Transitions):
             raise ValueError(f"durations: expected an Emission of units ({num_states},), got {durations.units}")
         self.weights[1] = FamilyWeights(durations, max_duration, prior)
 
+
+class MoveWeights(LogWeights):
+    """Log-probabilities `[c, c]` of the states that follow others: none follows itself."""
+
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the weights again, uniformly over the simplex, and the parameters of a family."""
+        """Draw the weights again; the diagonal, too, has no values after a construction on the meta device."""
         super().reset_parameters(generator)
-        moves = self.weights[0]
-        if self.num_states > 1:  # set here, too: a model that is built on the meta device has no values before
-            moves.zeros = torch.eye(self.num_states, dtype=torch.bool, device=moves().device)
+        self.zeros = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
 
 
 class FamilyWeights(LogWeights):
