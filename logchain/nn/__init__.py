@@ -1,10 +1,10 @@
 """Modules that hold parameters and call the library: hidden Markov models, conditional random fields, circuits."""
 
-from . import transitions
 from .bio import TagConstraints, bio_constraints
 from .chain_circuit import ChainCircuit, Completion
 from .chain_model import ChainModel
 from .degenerate import DegenerateError, DegenerateWarning
+from .durations import Durations
 from .em import em_step
 from .emissions import (
     Bernoulli,
@@ -22,6 +22,7 @@ from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
 from .semi_markov_crf import SemiMarkovCRF
+from .transitions import Transitions
 
 __all__ = [
     "HMM",
@@ -34,6 +35,7 @@ __all__ = [
     "DegenerateError",
     "DegenerateWarning",
     "Distribution",
+    "Durations",
     "Fit",
     "Gaussian",
     "Emission",
@@ -46,7 +48,7 @@ __all__ = [
     "SumLayer",
     "TagConstraints",
     "bio_constraints",
+    "Transitions",
     "em_step",
     "fit",
-    "transitions",
 ]

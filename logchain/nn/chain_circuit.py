@@ -48,9 +48,9 @@ class ChainCircuit(ChainModel):
         input: "categorical", "bernoulli", "binomial" or "gaussian", or an `Emission` with units `[t, v, c]`.
         num_categories: K, for categorical variables.
         total_count: number of trials, for binomial variables.
-        transition: a module of `logchain.nn.transitions`, such as `Monarch`, with `lead=(t, v - 1)`, or 1 in the place
-            of either for weights that are shared; or any whose call returns a structure of `logchain.transitions` of
-            logarithms. By default each step of each repetition has a trained matrix.
+        transition: `Transitions` with `lead=(t, v - 1)`, or 1 in the place of either for weights that are shared; or a
+            module whose call returns a structure of `logchain.transitions` of logarithms. By default each step of each
+            repetition has a trained matrix.
         generator: the source of randomness for the initial parameters.
 
     Attributes:
@@ -194,7 +194,7 @@ class ChainCircuit(ChainModel):
         >>> circuit = ChainCircuit(3, 2, input="bernoulli")
         >>> circuit.input.set(torch.tensor([0.1, 0.9]))
         >>> circuit.bulk.set(torch.eye(2))  # all variables are in the same state
-        >>> circuit.p0.set(torch.ones(2))
+        >>> circuit.p0.set(torch.tensor([0.5, 0.5]))
         >>> circuit.conditionals(torch.tensor([1.0, 1.0, torch.nan]))
         tensor([[0.0000, 1.0000],
                 [0.0000, 1.0000],

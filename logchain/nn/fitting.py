@@ -107,7 +107,7 @@ def fit(
     Warns:
         DegenerateWarning: starts were skipped, for what each of them met.
 
-    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. The `prior_count` of
+    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. The `prior` of
     `LogWeights` keeps it above; "gradient" from a start without zeros never reaches 0.
 
     Cost: a forward and a backward pass an iteration, and a forward pass at the end.

@@ -19,7 +19,7 @@ from .emissions.named import named
 from .log_weights import LogWeights
 from .parameters import arithmetic, fill, over
 from .stationary import stationary
-from .transitions.weights import TransitionWeights
+from .transitions import Transitions
 
 
 class Sample(NamedTuple):
@@ -53,10 +53,9 @@ class HMM(ChainModel):
         prior_total: likewise, see `Poisson`.
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
-        transition: a module of `logchain.nn.transitions`, such as `Banded` or, for a hidden semi-Markov model,
-            `Durations`; or one that maps covariates to logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a
-            structure of `logchain.transitions` whose parameters are logarithms. By default one trained matrix serves
-            all steps.
+        transition: `Transitions`, or `Durations` for a hidden semi-Markov model; or a module that maps covariates to
+            logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a structure of `logchain.transitions` whose
+            parameters are logarithms. By default `Transitions(num_states)`, one matrix for all steps.
         num_steps: the largest v, for a trained matrix at each step.
         generator: the source of randomness for the initial parameters.
 
@@ -114,7 +113,8 @@ class HMM(ChainModel):
         self.num_states, self.num_steps, self.stationary = num_states, num_steps, initial == "stationary"
         self.initial = LogWeights(num_states, generator=generator) if initial == "free" else None
         if transition is None:
-            transition = LogWeights((num_steps or 2) - 1, num_states, num_states, generator=generator)
+            lead = () if num_steps is None else (max(num_steps - 1, 1),)
+            transition = Transitions(num_states, lead=lead, generator=generator)
         self.transition: torch.nn.Module = transition
         options = {
             "num_features": num_features,
@@ -352,7 +352,7 @@ class HMM(ChainModel):
     ) -> Tensor | Transition:
         """Log-probabilities `[*B or less, v-1 or 1, c, c]`, or such a structure, for a batch B, or for any if None."""
         bulk: Tensor | Transition
-        if isinstance(self.transition, LogWeights | TransitionWeights):
+        if isinstance(self.transition, LogWeights | Transitions):
             if covariates is not None:
                 raise ValueError("covariates: expected None without a transition module")
             if self.num_steps is not None and v > self.num_steps:

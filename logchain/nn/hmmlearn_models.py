@@ -13,6 +13,7 @@ from .emissions.gaussian import Gaussian
 from .emissions.mixture import Mixture
 from .hmm import HMM
 from .log_weights import LogWeights
+from .transitions import Transitions
 
 
 def from_hmmlearn(model: Any) -> HMM:
@@ -23,7 +24,7 @@ def from_hmmlearn(model: Any) -> HMM:
     if not hasattr(model, "startprob_"):
         raise TypeError(f"model: expected a {kind} that is fitted, got one without startprob_")
     hmm = HMM(model.n_components, _READ[kind](model)).double()
-    assert isinstance(hmm.initial, LogWeights) and isinstance(hmm.transition, LogWeights)
+    assert isinstance(hmm.initial, LogWeights) and isinstance(hmm.transition, Transitions)
     hmm.initial.set(_float64(model.startprob_))
     hmm.transition.set(_float64(model.transmat_))
     return hmm

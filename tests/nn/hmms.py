@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import scipy.special
 import torch
+from torch import ones
 
 from logchain import transitions as structures
-from logchain.nn import HMM
-from logchain.nn import transitions as trained
+from logchain.nn import HMM, Transitions
 from tests import oracle
 from tests.adapted import normal
 from tests.nn.emissions import array
@@ -98,28 +98,37 @@ def softmax_of(hmm, covariates):
 
 
 ARCS = torch.tensor([[0, 3, 0, 1, 2, 3, 3], [2, 3, 0, 2, 1, 0, 1]])
-# transitions of four states as trained factors
+# the entries of four states that may be positive, by structure
 STRUCTURES = {
-    "banded": lambda **options: trained.Banded(4, [2, 0, -1], **options),
-    "sparse": lambda **options: trained.Sparse(ARCS, **options),
-    "low rank": lambda **options: trained.LowRank(4, 2, **options),
-    "low rank and diagonal": lambda **options: trained.LowRank(4, 2, diagonal=True, **options),
-    "block-diagonal": lambda **options: trained.BlockDiagonal(2, 2, **options),
-    "kronecker": lambda **options: trained.Kronecker(2, 2, **options),
-    "monarch": lambda **options: trained.Monarch(2, 2, **options),
-    "oblong monarch": lambda **options: trained.Monarch(4, 1, 2, **options),
+    "dense": lambda: torch.eye(4) + 1,
+    "banded": lambda: structures.Banded(ones(3, 4), [2, 0, -1]),
+    "sparse": lambda: structures.Sparse(ARCS, ones(7)),
+    "low rank": lambda: structures.LowRank(ones(4, 2), ones(4, 2)),
+    "low rank and diagonal": lambda: structures.LowRank(ones(4, 2), ones(4, 2), ones(4)),
+    "block-diagonal": lambda: structures.BlockDiagonal(ones(2, 2, 2)),
+    "kronecker": lambda: structures.Kronecker(ones(2, 2), ones(2, 2)),
+    "monarch": lambda: structures.Monarch(ones(2, 2, 2), ones(2, 2, 2)),
+    "oblong monarch": lambda: structures.Monarch(ones(4, 1, 2), ones(2, 4, 2)),
 }
 
 
+def trained(kind, generator, **options):
+    """`Transitions` of a structure, drawn."""
+    module = Transitions(STRUCTURES[kind](), **options)
+    module.reset_parameters(generator)
+    return module
+
+
 def structured_hmm(kind, initial="free", **options):
-    transition = STRUCTURES[kind](generator=seeded(), **options)
+    transition = trained(kind, seeded(), **options)
     hmm = HMM(4, "categorical", num_categories=4, initial=initial, transition=transition, generator=seeded(1))
     return hmm.double()
 
 
 def dense(structure):
     """Probabilities [*L, c, c] of trained factors."""
-    return array(structure().to_dense(log_params=True).exp())
+    found = structure()
+    return array((found if isinstance(found, torch.Tensor) else found.to_dense(log_params=True)).exp())
 
 
 def structured(kind, **options):

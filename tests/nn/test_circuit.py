@@ -13,7 +13,7 @@ from scipy.special import softmax
 from logchain import nn, reference
 from logchain.memory import peak_bytes
 from tests.contract import assert_values, of_steps, ulp, value_bound
-from tests.nn.hmms import STRUCTURES, dense
+from tests.nn.hmms import dense, trained
 from tests.seeded import seeded
 
 K = 3
@@ -81,7 +81,7 @@ def some_observed(n, v, seed=1):
 
 @pytest.mark.parametrize(("v", "c", "t", "structure", "lead"), SIZES)
 def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c, t, structure, lead):
-    transition = STRUCTURES[structure](lead=lead, generator=seeded(1)) if structure else None
+    transition = trained(structure, seeded(1), lead=lead) if structure else None
     circuit, data = make(v, c, t, num_categories=K, transition=transition), all_values(v)
     single = circuit.log_prob(data).detach()
     assert single.dtype == torch.float32
@@ -197,7 +197,7 @@ def test_impossible_data_and_repetitions_have_probability_zero():
 
 @pytest.mark.parametrize(("structure", "missing"), [(None, True), ("low rank and diagonal", False)])
 def test_draws_have_the_frequencies_of_the_table(structure, missing):
-    transition = STRUCTURES[structure](lead=(2, 1), generator=seeded(1)) if structure else None
+    transition = trained(structure, seeded(1), lead=(2, 1)) if structure else None
     circuit, n = make(3, 4 if structure else 2, seed=5, num_categories=K, transition=transition), 10_000
     data, observed = torch.tensor([[0, 2, 1], [1, 0, 0]]), torch.tensor([[False, True, False], [False, False, False]])
     if missing:

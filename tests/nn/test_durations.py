@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from logchain import nn
-from logchain.nn import HMM
-from logchain.nn.transitions import Durations
+from logchain.nn import HMM, Durations
 from logchain.transitions import Duration
 from tests.nn import segmentations
 from tests.nn.hmms import F64, array, categories, close, seeded
@@ -79,7 +78,7 @@ def test_em_step_takes_the_expected_counts(right_censored):
 @FAMILY
 def test_step_reaches_the_maximum_of_the_family(family):
     counts = torch.tensor([[9.0, 4.0, 1.0, 0.5], [0.6, 0.2, 0.15, 0.1], [0.0, 0.0, 0.0, 0.0]], dtype=F64)
-    durations = semi_markov(family).transition.durations
+    durations = semi_markov(family).transition.weights[1]
     before = durations().detach()
     for step in (0.0, 0.5, 1.0):
         target = (1 - step) * durations().exp().detach() + step * counts / counts.sum(1, keepdim=True)
@@ -96,7 +95,7 @@ def test_step_reaches_the_maximum_of_the_family(family):
 def test_step_without_a_maximum_stays_finite_and_gains(seed):
     # variances below the means: the best negative binomial is the limit of an infinite count
     generator = seeded(seed)
-    part = Durations(3, 6, "negative_binomial", generator=generator).durations
+    part = Durations(3, 6, "negative_binomial", generator=generator).weights[1]
     means, width = 2.5 * torch.rand(3, 1, generator=generator), torch.rand(3, 1, generator=generator)
     shares = torch.softmax(-2 * width * (torch.arange(6) - means) ** 2, -1)
     before = (shares * part()).sum().detach()
@@ -121,7 +120,7 @@ def test_em_recovers_the_parameters_and_never_falls(family):
     lasting = lasting / lasting.sum(1, keepdim=True)
     matrix = torch.tensor([[0.0, 0.7, 0.3], [0.5, 0.0, 0.5], [0.9, 0.1, 0.0]])
     transition.set(matrix, lasting)
-    torch.testing.assert_close(transition.durations().exp(), lasting, atol=2e-3, rtol=0)
+    torch.testing.assert_close(transition().durations.exp(), lasting, atol=2e-3, rtol=0)
     model = HMM(3, "gaussian", transition=transition, generator=seeded()).double()
     model.emission.set(torch.tensor([-4.0, 0.0, 4.0]), torch.ones(3))
     data = model.sample(16, 100, generator=seeded()).data
@@ -185,12 +184,12 @@ def test_draws_of_a_length_that_no_segments_have_are_refused():
 @FAMILY
 def test_restarts_draw_durations_again(family):
     hmm, data = semi_markov(family), categories(5, V)
-    durations = hmm.transition.durations().clone()
+    durations = hmm.transition().durations.clone()
     hmm.initialize(data, generator=seeded(7))
     again = copy.deepcopy(hmm)
     again.initialize(data, generator=seeded(7))
-    assert torch.equal(again.transition.durations(), hmm.transition.durations())
-    assert not torch.equal(durations, hmm.transition.durations())
+    assert torch.equal(again.transition().durations, hmm.transition().durations)
+    assert not torch.equal(durations, hmm.transition().durations)
     assert hmm.fit(data, restarts=2, max_iterations=2, generator=seeded()).log_likelihood > -torch.inf
 
 
@@ -198,7 +197,7 @@ def test_distribution_of_torch_is_a_family():
     logits = torch.tensor([0.5, 0.0, -1.0])
     transition = Durations(C, D, nn.Distribution(torch.distributions.Geometric, C, logits=logits, spread=0))
     expected = torch.sigmoid(-logits)[:, None] ** torch.arange(D)
-    torch.testing.assert_close(transition.durations().exp(), expected / expected.sum(1, keepdim=True))
+    torch.testing.assert_close(transition().durations.exp(), expected / expected.sum(1, keepdim=True))
 
 
 def test_module_may_return_durations_that_follow_covariates():

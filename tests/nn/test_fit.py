@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, LogWeights, fit
-from tests.nn.hmms import F64, MODELS, STRUCTURES, V, array, categories, close, network, random_hmm
+from tests.nn.hmms import F64, MODELS, V, array, categories, close, network, random_hmm, trained
 from tests.seeded import seeded
 
 COVARIANCES = {"diagonal": {}} | {
@@ -54,12 +54,12 @@ def numbers(**options):
 
 def forbidding_circuit():
     circuit = ChainCircuit(3, 3, 2, num_categories=4, generator=seeded(4)).double()
-    circuit.bulk.set(torch.ones(3, 3).triu())
+    circuit.bulk.set(torch.ones(3, 3).triu() / torch.tensor([[3.0], [2.0], [1.0]]))
     return circuit, categories(30, 3), {"observed": torch.rand(30, 3, generator=seeded(1)) < 0.7}
 
 
 def structured_circuit(kind):
-    transition = STRUCTURES[kind](lead=(2, V - 1), generator=seeded(1))
+    transition = trained(kind, seeded(1), lead=(2, V - 1))
     circuit = ChainCircuit(V, 4, 2, num_categories=4, transition=transition, generator=seeded())
     return circuit.double(), categories(12, V), {}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from logchain.nn import HMM
+from logchain.nn.priors import Dirichlet
 from tests.nn.hmms import close
 
 engine = pytest.importorskip("hmmlearn.hmm", exc_type=ImportError)
@@ -67,7 +68,7 @@ def assert_same_fit(hmm, theirs, kind, samples, iterations, tolerance):
     theirs.n_iter, theirs.init_params = iterations, ""
     theirs.monitor_.n_iter, theirs.monitor_.tol = iterations, -math.inf
     theirs.fit(samples, LENGTHS)
-    found, wanted = ({name: value for name, value in one.state_dict().items() if value.is_floating_point()}
+    found, wanted = ({name: value.detach() for name, value in one.named_parameters()}
                      for one in (hmm, HMM.from_hmmlearn(theirs)))  # fmt: skip
     assert found.keys() == wanted.keys()
     for name, value in found.items():
@@ -97,8 +98,8 @@ def test_em_step_with_priors_equals_hmmlearn(covariance):
     model.covars_prior = positive(draw, c, d) if covariance == "full" else draw.random((c, d))
     model.covars_weight = 2.5 + d
     hmm = HMM.from_hmmlearn(model)
-    hmm.initial.prior_count = torch.from_numpy(model.startprob_prior) - 1
-    hmm.transition.prior_count = torch.from_numpy(model.transmat_prior) - 1
+    hmm.initial.prior = Dirichlet(torch.from_numpy(model.startprob_prior))
+    hmm.transition.weights[0].prior = Dirichlet(torch.from_numpy(model.transmat_prior))
     emission = hmm.emission
     emission.prior_means, emission.prior_means_count = torch.from_numpy(model.means_prior).expand(c, d), 1.5
     emission.prior_scatter = torch.from_numpy(model.covars_prior)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from logchain import nn
+from logchain.transitions import Monarch
 from tests.seeded import seeded
 
 N, V = 5, 6
@@ -52,6 +53,10 @@ def crf(reduction, lengths):
     return Model(lambda: nn.LinearChainCRF(4, batch_first=True), lambda: numbers(4), lengths, reduction)
 
 
+def monarch():
+    return nn.Transitions(Monarch(torch.ones(2, 2, 2), torch.ones(2, 2, 2)))
+
+
 MODELS = {
     "categorical": Model(lambda: nn.HMM(3, "categorical", num_categories=4)),
     "gaussian": Model(lambda: nn.HMM(3, "gaussian"), lambda: missing(numbers()), lengths=True),
@@ -66,8 +71,8 @@ MODELS = {
     ),
     "chain": Model(lambda: nn.ChainCircuit(V, 3, 2, num_categories=4)),
     "chain of numbers": Model(lambda: nn.ChainCircuit(V, 3, 2, input="gaussian"), lambda: missing(numbers())),
-    "monarch": Model(lambda: nn.HMM(4, "gaussian", transition=nn.transitions.Monarch(2, 2)), numbers),
-    "durations": Model(lambda: nn.HMM(3, "gaussian", transition=nn.transitions.Durations(3, 4)), numbers, lengths=True),
+    "monarch": Model(lambda: nn.HMM(4, "gaussian", transition=monarch()), numbers),
+    "durations": Model(lambda: nn.HMM(3, "gaussian", transition=nn.Durations(3, 4)), numbers, lengths=True),
     "crf, sum": crf("sum", lengths=False),
     "crf, token_mean": crf("token_mean", lengths=True),
     "semi-Markov crf": Model(

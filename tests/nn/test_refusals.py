@@ -9,13 +9,15 @@ from logchain.nn import (
     HMM,
     Binomial,
     Categorical,
+    Durations,
     Gaussian,
     LinearChainCRF,
     Mixture,
     Poisson,
     SemiMarkovCRF,
-    transitions,
+    Transitions,
 )
+from logchain.transitions import Banded, Monarch, Sparse
 from tests.nn.emissions import distribution
 from tests.nn.hmms import ARCS, V, categories, network, normal, random_hmm
 
@@ -23,10 +25,12 @@ DATA, VECTORS = categories(5, V), normal(5, V, 2)
 MASK = torch.ones(5, V, dtype=torch.bool)
 META = torch.ones(5, 6, device="meta")
 SPREADS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-BANDED, PER_STEP = transitions.Banded(3, [0]), transitions.Banded(3, [0], lead=(V - 1,))
+BANDED = Transitions(Banded(torch.ones(1, 3), [0]))
+PER_STEP = Transitions(Banded(torch.ones(1, 3), [0]), lead=(V - 1,))
+MONARCH = Monarch(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
 TAGGER = LinearChainCRF(5, batch_first=True)
 EMISSIONS, TAGS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
-LASTING = transitions.Durations(3, 4)
+LASTING = Durations(3, 4)
 PLANE = Gaussian((2, 3, 2), 2)
 
 
@@ -129,19 +133,32 @@ CALLS = [
     (lambda: Gaussian(1).initialize(torch.ones(3)), ValueError, "two different observations"),
     (lambda: nn.LogWeights(3).set(torch.tensor([-1.0, 1.0, 1.0])), ValueError, "probabilities: expected non-negative"),
     (lambda: nn.LogWeights(2, 3, dim="rows"), ValueError, r"^dim: expected an axis of \[2, 3\] .*, got 'rows'$"),
-    (lambda: transitions.Banded(3, [3]), ValueError, "offsets: expected different integers from -2 to 2"),
-    (lambda: transitions.Sparse(ARCS, 5), ValueError, "indices: .* lead out of every state, got none out of 4"),
-    (lambda: transitions.Sparse(ARCS[:, [0, 1, 1]]), ValueError, "indices: expected each pair of states once"),
-    (lambda: transitions.LowRank(3, 1).set(*[torch.ones(3, 1)] * 2, torch.ones(3)), ValueError, "diagonal: expected N"),
-    (lambda: transitions.Kronecker(2), ValueError, "sizes: expected two or more, got 1"),
-    (lambda: transitions.Monarch(2, 2, 3), ValueError, "middle: expected a divisor of 4 states, got 3"),
-    (lambda: transitions.Durations(3, 4, "geometric"), ValueError, "durations: expected 'free' or .*, got 'geometric'"),
-    (lambda: transitions.Durations(2, 4, distribution((3,))), ValueError, r"^durations: .*\(2,\), got \(3,\)$"),
-    (lambda: transitions.Durations(2, 4).set(torch.eye(2), torch.ones(2, 4)), ValueError, "^matrix: .*diagonal of 0"),
-    (lambda: transitions.Durations(2, 4).set(torch.eye(2)), ValueError, "^parameters: expected 2, got 1$"),
+    (
+        lambda: nn.LogWeights(2).set(torch.ones(2)),
+        ValueError,
+        r"sums of 1, got 2; pass weights / weights.sum\(-1, keep",
+    ),
+    (lambda: nn.LogWeights(2, prior=0.5), TypeError, "^prior: expected a Dirichlet or None, got float$"),
+    (lambda: Transitions("3"), TypeError, "^states: expected a number, a matrix or a structure .*, got str$"),
+    (lambda: Transitions(torch.ones(2, 3)), ValueError, r"^states: expected a matrix \[..., c, c\], got \[2, 3\]"),
+    (
+        lambda: Transitions(torch.zeros(2, 2)),
+        ValueError,
+        "^states: expected non-negative weights with finite, positive",
+    ),
+    (
+        lambda: Transitions(Sparse(ARCS, torch.ones(7), 5)),
+        ValueError,
+        "^states: .* out of every state, got none out of 4",
+    ),
+    (lambda: Transitions(MONARCH, sticky=1.0), ValueError, "^sticky: expected 0 with Monarch, got 1.0"),
+    (lambda: Transitions(MONARCH, lead=5), TypeError, "^lead: expected a tuple of positive integers, got 5$"),
+    (lambda: Transitions(MONARCH).set(torch.ones(2)), ValueError, "^parameters: expected 2, got 1$"),
+    (lambda: Durations(3, 4, "geometric"), ValueError, "durations: expected 'free' or .*, got 'geometric'"),
+    (lambda: Durations(2, 4, distribution((3,))), ValueError, r"^durations: .*\(2,\), got \(3,\)$"),
+    (lambda: Durations(2, 4).set(torch.eye(2), torch.ones(2, 4)), ValueError, "^probabilities: expected 0 for weights"),
     (lambda: moved_by(LASTING, initial="stationary").log_prob(DATA), ValueError, "^initial: .* with durations"),
-    (lambda: moved_by(transitions.Durations(4, 2)).log_prob(DATA), ValueError, r"^transition: .*\[5, 3, 3, 3\]"),
-    (lambda: transitions.Monarch(2, 2, lead=5), TypeError, "^lead: expected a tuple of positive integers, got 5$"),
+    (lambda: moved_by(Durations(4, 2)).log_prob(DATA), ValueError, r"^transition: .*\[5, 3, 3, 3\]"),
     (lambda: moved_by(BANDED).log_prob(DATA, covariates=DATA), ValueError, "covariates: expected None"),
     (lambda: moved_by(PER_STEP, initial="stationary").log_prob(DATA), ValueError, "initial: .*3 transition matrices"),
     (lambda: circuit().log_prob(DATA), ValueError, r"^data: expected shape \[..., 3\], got \[5, 4\]$"),

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from logchain import nn
-from logchain.nn import transitions
-from tests.nn.hmms import F64, MODELS, STRUCTURES, array, close, dense, seeded, structured_hmm
+from logchain import nn, transitions
+from logchain.nn import Transitions
+from logchain.nn.priors import Dirichlet
+from tests.nn.hmms import ARCS, F64, MODELS, STRUCTURES, array, close, dense, seeded, structured_hmm, trained
 
 C = 4
 KINDS = pytest.mark.parametrize("kind", STRUCTURES)
@@ -18,7 +19,7 @@ POSSIBLE = {
 
 
 def make(kind, seed=0, **options):
-    return STRUCTURES[kind](generator=seeded(seed), **options).double()
+    return trained(kind, seeded(seed), **options).double()
 
 
 @KINDS
@@ -26,21 +27,28 @@ def make(kind, seed=0, **options):
 def test_rows_sum_to_1_and_weights_are_set_drawn_and_differentiated(kind, lead):
     module = make(kind, lead=lead)
     matrices = dense(module)
-    assert matrices.shape == (*lead, C, C) and module.num_states == C
-    close(torch.from_numpy(matrices.sum(-1)), np.ones((*lead, C)), 1e-14)
+    assert matrices.shape == (*(lead or (1,) * (kind == "dense")), C, C)
+    close(torch.from_numpy(matrices.sum(-1)), np.ones(matrices.shape[:-1]), 1e-14)
     possible = np.array(POSSIBLE.get(kind, np.ones((C, C))), bool)
     assert ((matrices > 0) == possible).all()
     other = make(kind, seed=1, lead=lead)
     assert (np.abs(dense(other) - matrices)[..., possible] > 0).any()
-    # weights that are set are normalized
-    other.set(*(3 * parameter.exp() for parameter in module().parameters))
-    close(other().to_dense(log_params=True).exp(), matrices, 1e-14)
+    logs = module()
+    logs = (logs,) if kind == "dense" else logs.parameters
+    other.set(*(parameter.exp() for parameter in logs))
+    close(torch.from_numpy(dense(other)), matrices, 1e-14)
+    with pytest.raises(ValueError, match="^probabilities: expected sums of 1, got 1.01; "):
+        other.set(*(1.01 * parameter.exp() for parameter in logs))
     for one in (module, other):
         one.reset_parameters(seeded(2))
     assert (dense(other) == dense(module)).all() and (dense(other) != matrices).any()
     weight = torch.randn(*lead, C, C, generator=seeded(), dtype=F64)
-    parameters = tuple(module.parameters())
-    assert torch.autograd.gradcheck(lambda *_: (module().to_dense(log_params=True).exp() * weight).sum(), parameters)
+
+    def total(*_):
+        logs = module() if kind == "dense" else module().to_dense(log_params=True)
+        return (logs.exp() * weight).sum()
+
+    assert torch.autograd.gradcheck(total, tuple(module.parameters()))
     assert module.half()().dtype == torch.float32
 
 
@@ -55,8 +63,9 @@ def expected_matrix(kind, bulk, counts, parameters):
         left, right = (factor / factor.sum(-1, keepdims=True) for factor in (left, right))
         return np.einsum("abm,map->abmp", left, right).reshape(C, C)
     if "rank" in kind:
-        left, right, *diagonal = parameters
-        stays = np.diag(diagonal[0]) if diagonal else np.zeros((C, C))
+        left, right = parameters
+        stays = np.diag(left[:, 2]) if left.shape[1] > 2 else np.zeros((C, C))
+        left = left[:, :2]
         stays = counts * stays / bulk
         each = (counts / bulk)[..., None] * left[:, None, :] * right[None, :, :]
         total = counts.sum(-1, keepdims=True)
@@ -69,21 +78,74 @@ def expected_matrix(kind, bulk, counts, parameters):
 def test_em_step_takes_the_expected_counts(kind):
     hmm, data = MODELS[kind].make(), MODELS[kind].data()
     bulk = dense(hmm.transition)
-    parameters = [array(parameter.exp()) for parameter in hmm.transition().parameters]
+    parameters = [array(part().exp()) for part in hmm.transition.weights]
     counts = MODELS[kind].truth(hmm, data).transitions.sum((0, 1))
     hmm.fit(data, max_iterations=1, restarts=0)
-    close(hmm.transition().to_dense(log_params=True).exp(), expected_matrix(kind, bulk, counts, parameters))
+    expected = expected_matrix(kind, bulk, counts, parameters)
+    close(torch.from_numpy(dense(hmm.transition)), expected.reshape(bulk.shape))
 
 
 def test_prior_keeps_zeros_of_the_graph_and_no_others():
-    hmm = structured_hmm("sparse", prior_count=0.5)
+    hmm = structured_hmm("sparse", prior=Dirichlet(1.5))
     hmm.fit(torch.zeros(1, 2, dtype=torch.int64), max_iterations=60, restarts=0)
     assert ((dense(hmm.transition) > 1e-3) == np.array(POSSIBLE["sparse"], bool)).all()
 
 
 def test_em_step_of_arcs_keeps_states_without_counts():
-    module = transitions.Sparse(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]])).double()
-    module.set(torch.tensor([0.4, 0.6, 0.3, 0.7], dtype=F64))
+    arcs = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]])
+    module = Transitions(transitions.Sparse(arcs, torch.tensor([0.8, 1.2, 0.3, 0.7], dtype=F64)))
     for step, shares in ((0.5, [0.575, 0.425, 0.3, 0.7]), (1.0, [0.75, 0.25, 0.3, 0.7])):
         nn.em_step(module, [lambda: 3 * module().values[0] + module().values[1]], step=step)
         close(module().values.exp(), shares)
+
+
+@pytest.mark.parametrize("kind", ["dense", "banded", "sparse"])
+def test_sticky_prior_is_in_counts_and_in_the_posterior_that_they_maximize(kind):
+    module = trained(kind, seeded(), prior=Dirichlet(1.5), sticky=3.0).double()
+    (part,), possible = module.weights, np.array(POSSIBLE.get(kind, np.ones((C, C))))
+    counts = torch.rand(part.logits.shape, generator=seeded(1), dtype=F64)
+    counts = counts if part.zeros is None else counts.masked_fill(part.zeros, 0.0)
+    plain = {"dense": lambda: counts[0], "banded": lambda: transitions.Banded(counts, [2, 0, -1]).to_dense()}
+    matrix = array(plain.get(kind, lambda: transitions.Sparse(ARCS, counts).to_dense())()) + 0.5 * possible
+    matrix += 3.0 * np.eye(C) * possible
+    before, expected = dense(module).reshape(C, C), matrix / matrix.sum(-1, keepdims=True)
+    for step, wanted in ((0.5, (before + expected) / 2), (1.0, expected)):
+        part.maximize(counts, step)
+        close(torch.from_numpy(dense(module).reshape(C, C)), wanted)
+    posterior = (counts * part().masked_fill(counts == 0, 0.0)).sum() + part.log_prior()
+    (slope,) = torch.autograd.grad(posterior, part.logits)
+    assert slope.abs().max() < 1e-12
+
+
+def test_entries_of_0_stay_whatever_draws_and_trains():
+    module = Transitions(torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 3.0]]), prior=Dirichlet(2.0))
+    close(module().exp(), [[[1 / 3, 2 / 3, 0], [0, 0.5, 0.5], [0, 0, 1]]], 1e-7)
+    optimizer = torch.optim.Adam(module.parameters(), weight_decay=0.1)
+    for _ in range(2):
+        module.reset_parameters(seeded())
+        (module().exp() ** 2).sum().backward()
+        optimizer.step()
+        module.weights[0].maximize(torch.zeros(1, 3, 3))
+        assert torch.equal(module()[0] > -torch.inf, torch.eye(3) + torch.eye(3).roll(1, 1).triu() > 0)
+    assert module.weights[0].log_prior().isfinite()
+    with pytest.raises(ValueError, match="^probabilities: expected 0 for weights that are fixed at 0"):
+        module.set(torch.full((3, 3), 1 / 3))
+
+
+def test_user_structure_is_trained_along_the_axes_that_are_passed():
+    class Scaled(transitions.LowRank):
+        """A structure whose type is not that of the table."""
+
+    start = Scaled(torch.rand(3, 2, generator=seeded()), torch.rand(3, 2, generator=seeded(1)))
+    with pytest.raises(
+        ValueError, match="^dims: expected the axes along which parameters of Scaled sum to 1, got None"
+    ):
+        Transitions(start)
+    rows = dense(Transitions(start, dims=(-1, -2))).sum(-1)
+    close(torch.from_numpy(rows), np.ones(3), 1e-6)
+
+
+@pytest.mark.parametrize("sparse", [ARCS, ARCS.flip(1)], ids=["sorted", "flipped"])
+def test_arcs_follow_the_module_to_another_device(sparse):
+    module = Transitions(transitions.Sparse(sparse, torch.rand(7, generator=seeded())))
+    assert module.to("meta")().indices.is_meta and module.weights[0].sources.is_meta

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import logchain
 from logchain import nn
-from logchain.transitions import Duration
+from logchain.transitions import Duration, LowRank
 from tests.transitions.structures import MAKE, C, numbers
 
 V = 5
@@ -81,7 +81,9 @@ def test_a_negative_weight_is_named():
 
 
 def test_a_training_step_of_a_structured_model():
-    hmm = nn.HMM(C, "categorical", num_categories=5, transition=nn.transitions.LowRank(C, 3))
+    hmm = nn.HMM(
+        C, "categorical", num_categories=5, transition=nn.Transitions(LowRank(torch.rand(C, 3), torch.rand(C, 3)))
+    )
     data = torch.randint(5, (4, V), generator=torch.Generator().manual_seed(2))
     losses = []
     for log_prob in (hmm.log_prob, torch.compile(hmm.log_prob, backend="aot_eager")):
@@ -114,7 +116,7 @@ def test_compiled_training_step_traces_no_step_of_the_chain(kind):
 
 def test_an_export_is_refused():
     """Its graph returned memory without values."""
-    hmm = nn.HMM(C, "gaussian", transition=nn.transitions.LowRank(C, 3))
+    hmm = nn.HMM(C, "gaussian", transition=nn.Transitions(LowRank(torch.rand(C, 3), torch.rand(C, 3))))
     with pytest.raises(NotImplementedError, match=r"^bulk: expected a tensor inside torch\.export, got a structure"):
         torch.export.export(hmm, (torch.zeros(4, V),))
 

@@ -6,6 +6,7 @@ from torch.distributions import constraints
 
 from ..checks import check_count
 from ..log_weights import LogWeights
+from ..priors import Dirichlet
 from .emission import Emission
 from .starts import observations
 
@@ -19,8 +20,7 @@ class Categorical(Emission):
     Args:
         units: `[*U, c]`, or `c` alone.
         num_categories: K; data are integers from 0 to K-1, of any dtype.
-        prior_count: added to each expected count by expectation maximization, a number or what broadcasts to
-            `[*U, K, c]`; see `LogWeights`.
+        prior: a `Dirichlet` density whose concentration broadcasts to `[*U, K, c]`; see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `Emission`.
@@ -44,7 +44,7 @@ class Categorical(Emission):
         units: int | tuple[int, ...],
         num_categories: int,
         *,
-        prior_count: float | Tensor = 0.0,
+        prior: Dirichlet | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         check_count("num_categories", num_categories)
@@ -53,7 +53,7 @@ class Categorical(Emission):
         self.support = constraints.integer_interval(0, num_categories - 1)
         self.expected = f"integers from 0 to {num_categories - 1}"
         shape = *self.units[:-1], num_categories, self.units[-1]
-        self.weights = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)
+        self.weights = LogWeights(*shape, dim=-2, prior=prior, generator=generator)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Categorical:
         """The categorical distributions: see `Emission.distribution`."""
@@ -75,7 +75,8 @@ class Categorical(Emission):
         counts = rows.new_zeros(len(rows), self.num_values)
         counts.scatter_add_(1, rows[..., 0].long(), known[..., 0].double())
         noise = self.weights.logits.new_empty(self.weights.logits.shape).exponential_(generator=generator)
-        self.weights.set((counts + 1 / self.num_values).view(*self.units[:-1], -1, 1) * noise)
+        weights = (counts + 1 / self.num_values).view(*self.units[:-1], -1, 1) * noise
+        self.weights.set(weights / weights.sum(-2, keepdim=True))
 
     def log_density(self, data: Tensor) -> Tensor:
         """The log-probabilities of the data, looked up in the tables of all variables: see `Emission.log_density`."""

@@ -2,22 +2,22 @@
 
 import math
 from contextlib import suppress
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ... import transitions as structures
-from ...arguments import check_choice, check_flag
-from ..checks import check_count
-from ..emissions.distribution import Distribution
-from ..log_weights import LogWeights
-from ..parameters import broadcast
-from .weights import TransitionWeights
+from ..arguments import check_choice, check_flag
+from ..transitions import Duration
+from .checks import check_count
+from .emissions.distribution import Distribution
+from .emissions.emission import Emission
+from .log_weights import LogWeights
+from .priors import Dirichlet
+from .transitions import Transitions
 
 
-class Durations(TransitionWeights):
+class Durations(Transitions):
     r"""`logchain.transitions.Duration` of trained probabilities: states with explicit durations.
 
     A segment of state s lasts d steps with probability `q_s(d)`, for d from 1 to D, and another state follows. An `HMM`
@@ -27,18 +27,17 @@ class Durations(TransitionWeights):
         num_states: c.
         max_duration: D, the largest number of steps.
         durations: "free" for a probability of each number of steps; or the family of d - 1, which is "poisson",
-            "negative_binomial" or a `Distribution` of c units over integers from 0 on, restricted to d from 1 to D and
+            "negative_binomial" or an `Emission` of c units over integers from 0 on, restricted to d from 1 to D and
             normalized: `q_s(d) = f_s(d - 1) / sum_k f_s(k - 1)`.
         right_censored: whether the last segment may go on after the last step, so that probabilities of all sequences
             of a length sum to 1. With False it ends there, and `log_prob` is that of the data and of this event.
-        prior_count: added to expected counts of moves and of durations by expectation maximization, see `LogWeights`.
+        prior: a `Dirichlet` density of the probabilities of moves and of durations, see `LogWeights`.
         generator: the source of randomness for the initial weights.
 
     Attributes:
-        matrix: `LogWeights` `[c, c - 1]`, the probabilities of the states that follow, without the diagonal; `[1, 1]`
-            if there is one state, which follows itself.
-        durations: `LogWeights` `[c, D]`, of which row s is `log q_s`. The `Distribution` of a family is
-            `durations.family`; expectation maximization fits it to expected counts by up to 100 steps of L-BFGS.
+        weights: `LogWeights` `[c, c]` of the states that follow, whose diagonal is 0 (but 1 for a single state), and
+            `[c, D]` of durations. The module of a family is `weights[1].family`; expectation maximization fits it to
+            expected counts by up to 100 steps of L-BFGS.
 
     Call: `()` to the structure, of logarithms. `set` takes its matrix `[c, c]` and durations `[c, D]`, to which it fits
     a family by maximum likelihood.
@@ -64,62 +63,56 @@ class Durations(TransitionWeights):
         self,
         num_states: int,
         max_duration: int,
-        durations: Literal["free", "poisson", "negative_binomial"] | Distribution = "free",
+        durations: Literal["free", "poisson", "negative_binomial"] | Emission = "free",
         *,
         right_censored: bool = True,
-        prior_count: float = 0.0,
+        prior: Dirichlet | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         check_count("num_states", num_states)
         check_count("max_duration", max_duration)
         check_flag("right_censored", right_censored)
-        super().__init__(num_states, ())
+        super().__init__(
+            Duration(torch.ones(num_states, num_states), torch.ones(num_states, max_duration)), prior=prior
+        )
         self.right_censored = right_censored
-        self.matrix = LogWeights(num_states, max(num_states - 1, 1), prior_count=prior_count, generator=generator)
-        if durations == "free":
-            self.durations = LogWeights(num_states, max_duration, prior_count=prior_count, generator=generator)
-            return
-        if not isinstance(durations, Distribution):
+        if num_states > 1:
+            self.weights[0] = MoveWeights(num_states, num_states, prior=prior)
+        self.reset_parameters(generator)
+        if not isinstance(durations, Emission):
             check_choice("durations", durations, ("free", "poisson", "negative_binomial"))
+            if durations == "free":
+                return
             durations = _family(durations, num_states, max_duration / 2, generator)
         if durations.units != (num_states,):
-            raise ValueError(f"durations: expected a Distribution of units ({num_states},), got {durations.units}")
-        self.durations = FamilyWeights(durations, max_duration, prior_count)
+            raise ValueError(f"durations: expected an Emission of units ({num_states},), got {durations.units}")
+        self.weights[1] = FamilyWeights(durations, max_duration, prior)
 
-    def structure(self, *logs: Tensor) -> structures.Duration:
-        """The structure, with -inf on the diagonal of its matrix."""
-        moves, durations = logs
-        c = self.num_states
-        if c > 1:  # between two entries of the diagonal lie c others
-            rows = pad(moves.reshape(c - 1, c), (0, 1), value=-torch.inf)
-            moves = pad(rows.flatten(), (1, 0), value=-torch.inf).view(c, c)
-        return structures.Duration(moves, durations)
 
-    def as_weights(self, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """The matrix without its diagonal, and the durations."""
-        if len(parameters) != 2:
-            return parameters
-        c = self.num_states
-        matrix = broadcast("matrix", parameters[0], torch.Size((c, c)))
-        if c == 1:
-            return matrix, parameters[1]
-        if bool(matrix.diagonal().any()):
-            raise ValueError("matrix: expected a diagonal of 0, since the durations say how long a state lasts")
-        return matrix.flatten()[1:].view(c - 1, c + 1)[:, :-1].reshape(c, c - 1), parameters[1]
+class MoveWeights(LogWeights):
+    """Log-probabilities `[c, c]` of the states that follow others: none follows itself."""
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the weights again; the diagonal, too, has no values after a construction on the meta device."""
+        super().reset_parameters(generator)
+        self.zeros = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
 
 
 class FamilyWeights(LogWeights):
     """Log-probabilities `[c, K]` of the integers from 0 to K - 1 under a family, normalized."""
 
-    def __init__(self, family: Distribution, num_values: int, prior_count: float) -> None:
+    values: Tensor
+
+    def __init__(self, family: Emission, num_values: int, prior: Dirichlet | None) -> None:
         torch.nn.Module.__init__(self)
-        self.dim, self.prior_count, self.family = -1, prior_count, family
+        self.dim, self.prior, self.family = -1, prior, family
+        self.register_buffer("zeros", None)
         self.register_buffer("values", torch.arange(num_values)[:, None], persistent=False)
 
     @property
     def logits(self) -> Tensor:  # type: ignore[override]
         """Log-probabilities of the family, which may have larger values too."""
-        return self.family.log_density(cast(Tensor, self.values)).mT
+        return self.family.log_density(self.values).mT
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters of the family again."""
