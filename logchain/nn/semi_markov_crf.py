@@ -155,7 +155,7 @@ class SemiMarkovCRF(LinearChainCRF):
         return self._as_given(unmasked.spread(posteriors.flatten(-2), 0.0).view_as(posteriors))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
-        (x, _, start, _, lengths), unmasked = super()._chain(emissions, mask)
+        (x, _, start, _, lengths, _), unmasked = super()._chain(emissions, mask)
         structure = Duration(self.transitions.to(x.dtype), self.durations.to(x.dtype))
         return structure.arguments(x, start, log_params=True, lengths=lengths), unmasked
 

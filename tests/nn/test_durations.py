@@ -22,7 +22,12 @@ CENSORED = pytest.mark.parametrize("right_censored", [True, False], ids=["censor
 
 def semi_markov(family="free", num_states=C, longest=D, seed=0, **options):
     transition = Durations(num_states, longest, family, generator=seeded(seed), **options)
-    hmm = HMM(num_states, "categorical", num_categories=4, transition=transition, generator=seeded(seed + 1))
+    hmm = HMM(
+        num_states,
+        nn.Categorical(num_states, 4, generator=seeded(seed + 2)),
+        transition=transition,
+        generator=seeded(seed + 1),
+    )
     return hmm.double()
 
 
