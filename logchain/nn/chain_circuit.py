@@ -333,7 +333,7 @@ class ChainCircuit(ChainModel):
         """Data and mask, checked, with an axis of size 1 for the repetitions."""
         data, known = sequences.data, sequences.known
         wanted = (self.units[1], *self.input.event)
-        if sequences.packed:
+        if sequences.sizes is not None:
             raise ValueError(f"data: expected [*B, {', '.join(map(str, wanted))}], got several sequences; pad them")
         check_last_axes("data", data, wanted)
         axis = -1 - len(wanted)

@@ -1,7 +1,7 @@
 """The base class of models of sequences along a chain of hidden states: data, initialization and fits."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 from warnings import warn
 
 import torch
@@ -46,7 +46,9 @@ class ChainModel(torch.nn.Module):
                     part.reset_parameters(generator)
             if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
                 sequences = self._sequences(data, observed, lengths, covariates, states)
-                options = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
+                options: dict[str, Any] = {}
+                if takes_covariates(emission):
+                    options["covariates"] = sequences.covariates
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
 
     def fit(

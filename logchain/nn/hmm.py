@@ -1,6 +1,7 @@
 """Hidden Markov models with trained parameters."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, takes_covariates
 from .checks import check_count
-from .data import Data, Ends, Rows, Sequences, as_rows, offsets
+from .data import Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Bernoulli, Categorical, Emission, Gaussian, Poisson
 from .log_weights import LogWeights
 from .parameters import arithmetic, fill, over
@@ -40,7 +41,7 @@ class Sample(NamedTuple):
     data: Tensor
 
 
-class Filtered(NamedTuple):
+class FilteredStates(NamedTuple):
     """Results of `HMM.filter`, in the layout of the data.
 
     Attributes:
@@ -133,14 +134,13 @@ class HMM(ChainModel):
                 raise TypeError(f"{name}: expected a torch.nn.Module, got {type(value).__name__}")
         self.num_states, self.stationary = num_states, initial == "stationary"
         free = LogWeights(num_states, generator=generator) if initial == "free" else None
-        self.initial: torch.nn.Module | None = free if isinstance(initial, str) else initial
+        self.initial = initial if isinstance(initial, torch.nn.Module) else free
         if transition is None:
             transition = LogWeights(1, num_states, num_states, generator=generator)
         self.transition = transition
-        if isinstance(emission, str):
-            emission = _EMISSIONS[emission](num_states, generator=generator)
-        self.emission: torch.nn.Module = emission
-        units = emission.units if isinstance(emission, Emission) else (num_states,)
+        module = _EMISSIONS[emission](num_states, generator=generator) if isinstance(emission, str) else emission
+        self.emission: torch.nn.Module = module
+        units = self.emission.units if isinstance(self.emission, Emission) else (num_states,)
         if units[-1] != num_states or len(units) > 2:
             raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
 
@@ -180,7 +180,7 @@ class HMM(ChainModel):
         >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
         torch.Size([1])
         """
-        return self._arguments(self._sequences(data, observed, lengths, covariates, states))
+        return self._chain_of(data, observed, lengths, covariates, states)[1]
 
     def log_prob(
         self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
@@ -195,7 +195,7 @@ class HMM(ChainModel):
         >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
         torch.Size([2])
         """
-        return product(**self._arguments(self._sequences(data, observed, lengths, covariates, states))._asdict())
+        return product(**self._chain_of(data, observed, lengths, covariates, states)[1]._asdict())
 
     # wrappers such as DistributedDataParallel call `forward`
     forward = log_prob
@@ -230,13 +230,12 @@ class HMM(ChainModel):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        sequences = self._sequences(data, observed, lengths, covariates, states)
-        result = self._posterior(self._arguments(sequences), transitions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        result = self._posterior(chain, transitions)
         moves: Any = result.transitions
-        if transitions == "full" and sequences.is_list:
-            ends = offsets(sequences.lengths).tolist()
-            pairs = zip(ends[:-1], ends[1:], strict=True)
-            steps = [(first + 1, end) for first, end in pairs]  # no transition leads into a first row
+        if transitions == "full" and sequences.is_list and chain.cu_seqlens is not None:
+            # no transition leads into a first row
+            steps = [(first + 1, end) for first, end in pairwise(chain.cu_seqlens.tolist())]
             dense = isinstance(moves, Tensor)
             moves = [moves[first:end] if dense else moves.between(first, end) for first, end in steps]
         return result._replace(states=sequences.in_layout(result.states), transitions=moves)
@@ -254,18 +253,17 @@ class HMM(ChainModel):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        sequences = self._sequences(data, observed, lengths, covariates, states)
-        chain = self._arguments(sequences)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         path = viterbi(**chain._asdict())
         return path._replace(states=sequences.in_layout(self._of_steps(path.states, chain)))
 
     def filter(
         self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Filtered:
+    ) -> FilteredStates:
         """The posterior of each state given the data up to it, and the log-likelihood of each step given the past.
 
         Returns:
-            `Filtered(states [*B, v, c], log_likelihoods [*B, v])`, without gradients.
+            `FilteredStates(states [*B, v, c], log_likelihoods [*B, v])`, without gradients.
 
         Cost: that of `logchain.forward_backward` in float64, which loses no digits of the log-likelihoods.
 
@@ -278,9 +276,8 @@ class HMM(ChainModel):
         >>> torch.isclose(filtered.log_likelihoods.sum(), hmm.log_prob(data))
         tensor(True)
         """
-        sequences = self._sequences(data, observed, lengths, covariates, states)
         with torch.no_grad():
-            chain = self._arguments(sequences)
+            sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
             forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
             totals = forward.logsumexp(-1)  # log p(data up to each step)
             before = totals.roll(1, -1)
@@ -292,7 +289,7 @@ class HMM(ChainModel):
                 steps = steps.masked_fill(past, 0)
             posterior = self._of_states((forward - totals[..., None]).exp()).masked_fill(impossible[..., None], 0)
         dtype = chain.x.dtype
-        return Filtered(sequences.in_layout(posterior.to(dtype)), sequences.in_layout(steps.to(dtype)))
+        return FilteredStates(sequences.in_layout(posterior.to(dtype)), sequences.in_layout(steps.to(dtype)))
 
     @torch.no_grad()
     def forecast(
@@ -308,14 +305,14 @@ class HMM(ChainModel):
     ) -> Forecast:
         """The probabilities of the states at the steps after the last one, and the mean of the data there.
 
-        Args:
-            data: as for all methods, like the other arguments that these share.
-            num_steps: k, the number of further steps.
-            future_covariates: their covariates `[*B, k, ...]`, where `covariates` depend on the step.
+        `num_steps` is the number k of further steps, `future_covariates` `[*B, k, ...]`, packed `[n, k, ...]`, are
+        their covariates, a tensor or an array.
 
         Returns:
-            `Forecast(states [*B, k, c], mean [*B, k, *event])`, packed `[n, k, ...]`, without gradients. With
-            `Durations` that are not `right_censored`, a segment ends at the last of these steps.
+            `Forecast(states [*B, k, c], mean [*B, k, *event])`, packed `[n, k, ...]`, without gradients.
+
+        Raises:
+            ValueError: there are trained matrices for each step, which say nothing about further steps.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))
@@ -326,25 +323,23 @@ class HMM(ChainModel):
                 [0.1800, 0.8200]]), tensor([45.1000, 41.2000]))
         """
         check_count("num_steps", num_steps)
-        sequences = self._sequences(data, observed, lengths, covariates, states)
-        x, driving = self._potentials(sequences), sequences.covariates
-        batch = () if sequences.packed else x.shape[:-2]
-        rows, unknown = sequences.split(x, len(batch)), x.new_zeros(num_steps, self.num_states)
-        ends = offsets(torch.tensor([len(part) + num_steps for part in rows], device="cpu"))
-        places = (ends[1:, None] - num_steps + torch.arange(num_steps, device="cpu")).to(x.device)  # (n, k)
-        if future_covariates is not None and driving is not None:
-            sizes = [num_steps] * len(rows) if sequences.is_list else None
-            future = as_rows("future_covariates", future_covariates, sizes, x.device)
-            future = future.reshape(len(rows), num_steps, *driving.shape[len(batch) + 1 :])
-            past = sequences.split(driving.expand(*batch, *driving.shape[len(batch) :]), len(batch))
-            driving = torch.cat([part for pair in zip(past, future, strict=True) for part in pair])
-        x = torch.cat([part for row in rows for part in (row, unknown)])
-        chain = self._chain(x, self._transitions((), len(x), driving, ends), None, ends)
-        shares = self._posterior(chain).states[places]  # (n, k, c)
-        mean = self._mean(shares, None if driving is None else driving[places])
-        if not sequences.packed:
-            shares, mean = (None if part is None else part.reshape(*batch, *part.shape[1:]) for part in (shares, mean))
-        return Forecast(shares, mean)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        future = None
+        if future_covariates is not None:
+            future = as_tensor("future_covariates", future_covariates, chain.x.device)
+        bulk = self._log_transitions(future)
+        matrices = (bulk.to_dense(log_params=True) if isinstance(bulk, Transition) else bulk).exp()
+        matrices = matrices if matrices.dim() > 2 else matrices[None]  # (*B or less, k or 1, c, c)
+        if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
+            expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
+            raise ValueError(f"transition: expected {expected}, got {list(matrices.shape)}")
+        shares = sequences.last(marginals(**chain._asdict()).states)  # (*B, c)
+        steps = []
+        for matrix in matrices.expand(*matrices.shape[:-3], num_steps, -1, -1).unbind(-3):
+            shares = (shares[..., None, :].to(matrix) @ matrix)[..., 0, :]
+            steps.append(shares)
+        result = self._of_states(torch.stack(steps, -2))
+        return Forecast(result, self._mean(result, future))
 
     @torch.no_grad()
     def impute(
@@ -363,12 +358,12 @@ class HMM(ChainModel):
         >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0]))
         tensor([0., 1., 2.])
         """
-        emission = self._known_emission("impute")
-        sequences = self._sequences(data, observed, lengths, covariates, states)
+        emission = self._known_emission("impute from")
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         values, known = emission.known(sequences.data, sequences.known)
         if known is None:
             return sequences.in_layout(values)
-        shares = self._posterior(self._arguments(sequences)).states
+        shares = self._posterior(chain).states
         in_part = bool(emission.event) and bool((known.any(-1) & ~known.all(-1)).any())
         family = emission.distribution() if in_part else None
         if emission.num_values is not None:
@@ -405,8 +400,7 @@ class HMM(ChainModel):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        sequences = self._sequences(data, observed, lengths, covariates, states)
-        chain = self._arguments(sequences)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
         return sequences.in_layout(self._of_steps(paths, chain), 1)
 
@@ -439,11 +433,12 @@ class HMM(ChainModel):
         >>> draws.states.shape, draws.data.shape
         (torch.Size([4, 5]), torch.Size([4, 5, 3]))
         """
-        emission = self._known_emission("sample")
+        emission = self._known_emission("sample from")
         check_count("num_steps", num_steps)
-        bulk = self._transitions(None, num_steps, covariates, None, name="num_steps")
-        lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
-        batch = lead[:-1] if covariates is None else torch.broadcast_shapes(lead[:-1], covariates.shape[:-2])
+        bulk = self._transitions(None, num_steps, covariates, None)
+        batch = _lead(bulk)[:-1]
+        if covariates is not None:
+            batch = torch.broadcast_shapes(batch, covariates.shape[:-2])
         potentials = torch.zeros(*batch, num_steps, self.num_states, device=bulk.device)
         chain = self._chain(potentials, bulk, None, None)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
@@ -471,7 +466,7 @@ class HMM(ChainModel):
         >>> hmm.emission.means.detach()
         tensor([1., 5.])
         """
-        emission = self._known_emission("sort_states")
+        emission = self._known_emission("sort states")
         numbers = by(self) if callable(by) else by
         if numbers.shape != (self.num_states,):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
@@ -522,7 +517,7 @@ class HMM(ChainModel):
 
     def _known_emission(self, purpose: str) -> Emission:
         if not isinstance(self.emission, Emission):
-            raise TypeError(f"emission: expected an Emission for `{purpose}`, got {type(self.emission).__name__}")
+            raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
         return self.emission
 
     @property
@@ -530,13 +525,16 @@ class HMM(ChainModel):
         """Whether the transition is a module of trained probabilities, which takes no covariates."""
         return isinstance(self.transition, LogWeights | TransitionWeights)
 
-    def _arguments(self, sequences: Sequences) -> ChainArguments:
+    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
+        """The checked arguments of a method, and their chain."""
+        sequences = self._sequences(*arguments)
         x = self._potentials(sequences)
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(sequences.data.shape)}")
-        ends = sequences.cu_seqlens
-        bulk = self._transitions(() if sequences.packed else x.shape[:-2], x.shape[-2], sequences.covariates, ends)
-        return self._chain(x, bulk, None if sequences.packed else sequences.lengths, ends)
+        packed = sequences.cu_seqlens
+        batch = x.shape[:-2] if packed is None else ()
+        bulk = self._transitions(batch, x.shape[-2], sequences.covariates, packed)
+        return sequences, self._chain(x, bulk, sequences.lengths, packed)
 
     def _potentials(self, sequences: Sequences) -> Tensor:
         """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for other states than known."""
@@ -552,8 +550,9 @@ class HMM(ChainModel):
                 raise ValueError(f"emission: expected log-potentials [..., v, {self.num_states}], got {list(x.shape)}")
             if known is not None:
                 if x.shape[:-1] != known.shape:
-                    expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
-                    raise ValueError(f"observed or lengths: expected {expected}, got {list(known.shape)}")
+                    name = "observed" if sequences.lengths is None else "lengths"
+                    expected = f"those of {list(x.shape[:-1])}, the steps that the emission module makes of the data"
+                    raise ValueError(f"{name}: expected {expected}, got {list(known.shape)}")
                 x = torch.where(known[..., None], x, 0)
         states = sequences.states
         if states is None:
@@ -572,11 +571,15 @@ class HMM(ChainModel):
     ) -> ChainArguments:
         """The chain of log-potentials of the c states; with durations, of the states that count steps."""
         if self.initial is None:
+            if isinstance(bulk, Duration):
+                raise ValueError("initial: expected 'free' with durations, got 'stationary'")
             weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
             return ChainArguments(x, weights, _stationary_start(bulk).to(bulk.dtype), False, ends, packed)
         if isinstance(bulk, Duration):
-            options = {"right_censored": getattr(self.transition, "right_censored", True), "log_params": True}
-            return bulk.arguments(x, self.initial(), lengths=ends, cu_seqlens=packed, **options)
+            censored: bool = getattr(self.transition, "right_censored", True)
+            return bulk.arguments(
+                x, self.initial(), log_params=True, lengths=ends, cu_seqlens=packed, right_censored=censored
+            )
         return ChainArguments(x, bulk, self.initial(), True, ends, packed)
 
     def _posterior(self, chain: ChainArguments, transitions: Literal["sum", "full"] | None = None) -> Marginals:
@@ -596,47 +599,39 @@ class HMM(ChainModel):
         if self._is_trained:
             trained: Tensor | Transition = self.transition()
             return trained
-        bulk = self.transition(covariates)
+        bulk: Tensor | Transition = self.transition(covariates)
         if isinstance(bulk, Transition):
             return bulk
         check_tensor("transition", bulk, 3)
         return torch.log_softmax(arithmetic(bulk), -1)
 
     def _transitions(
-        self, batch: torch.Size | None, v: int, covariates: Tensor | None, packed: Tensor | None, name: str = "data"
+        self, batch: tuple[int, ...] | None, v: int, covariates: Tensor | None, packed: Tensor | None
     ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure; B may be any."""
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure.
+
+        `batch` is None for any batch.
+        """
         if covariates is not None:
             if self._is_trained and not takes_covariates(self.emission):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")
             covariates = _into_steps(covariates, batch, v, packed)
         bulk = self._log_transitions(covariates)
-        lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
-        rows, trained = v - 1 if packed is None else v, lead[-1] if lead else 1
-        if self._is_trained and trained != 1:
-            longest = v if packed is None else int(packed.diff().max())
-            if longest > trained + 1:
-                raise ValueError(f"{name}: expected at most {trained + 1} steps, got {longest}")
-            if packed is not None:
-                starts = packed[:-1].repeat_interleave(packed.diff())
-                bulk = _at_steps(bulk, (torch.arange(v) - starts - 1).clamp(min=0))
-            elif rows != trained:
-                bulk = _at_steps(bulk, torch.arange(rows))
-        lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
-        states = bulk.states if isinstance(bulk, Transition) else bulk.shape[-1]
-        if isinstance(bulk, Duration):
-            if self.initial is None:
-                raise ValueError("initial: expected 'free' with durations, got 'stationary'")
-            states = bulk.matrix.shape[-1]
-        *lead, steps = lead or (1,)
-        batch = torch.Size(lead) if batch is None else batch
-        fits = len(lead) <= len(batch) and all(a in (1, b) for a, b in zip(lead[::-1], batch[::-1], strict=False))
-        if not fits or steps not in (1, rows) or states != self.num_states:
-            expected = f"[{', '.join(map(str, (*batch, rows, *(self.num_states,) * 2)))}], or 1 for batch and steps"
-            raise ValueError(f"transition: expected shape {expected}, got {[*lead, steps, states, states]}")
+        if self._is_trained:
+            bulk = _first_steps(bulk, v, packed)
+        lead, rows, c = _lead(bulk) or (1,), v - 1 if packed is None else v, self.num_states
+        states = bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
+        states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
+        batch = lead[:-1] if batch is None else batch
+        sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
+        fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))
+        if not fits or states != c:
+            expected = f"{[*batch, rows, c, c]}, or 1 for batch and steps"
+            raise ValueError(f"transition: expected shape {expected}, got {[*lead, states, states]}")
         return bulk
 
-    def _mixed(self, shares: Tensor, values: Tensor, units: tuple[int, ...]) -> Tensor:
+    @staticmethod
+    def _mixed(shares: Tensor, values: Tensor, units: tuple[int, ...]) -> Tensor:
         """Sums `[..., *U, *rest]` over states of values `[*U, c, *rest]`, weighted by shares `[..., c]`."""
         return torch.tensordot(shares.to(values), values.movedim(len(units) - 1, 0), 1)
 
@@ -658,7 +653,7 @@ class HMM(ChainModel):
         return None if bool(mean.isnan().any()) else mean.to(emission.dtype)
 
 
-def _into_steps(covariates: Tensor, batch: torch.Size | None, v: int, packed: Tensor | None) -> Tensor:
+def _into_steps(covariates: Tensor, batch: tuple[int, ...] | None, v: int, packed: Tensor | None) -> Tensor:
     """The rows of covariates `[*B, v, ...]` that drive a transition; those of packed sequences with 0 in first rows."""
     axis = covariates.dim() - 2 if batch is None else len(batch)
     sizes = (*covariates.shape[: max(axis, 0)], v) if batch is None else (*batch, v)
@@ -673,8 +668,21 @@ def _into_steps(covariates: Tensor, batch: torch.Size | None, v: int, packed: Te
     return fill(covariates, inner.to(covariates.device))
 
 
-def _at_steps(bulk: Tensor | Transition, steps: Tensor) -> Tensor | Transition:
-    """Matrices for each step at these of them."""
+def _lead(bulk: Tensor | Transition) -> tuple[int, ...]:
+    """The sizes of the axes of batch and steps."""
+    return tuple(bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead)
+
+
+def _first_steps(bulk: Tensor | Transition, v: int, packed: Tensor | None) -> Tensor | Transition:
+    """Of trained matrices for each step those of v steps, or of the steps of each packed sequence."""
+    trained = (_lead(bulk) or (1,))[-1]
+    if trained == 1 or (packed is None and trained == v - 1):
+        return bulk
+    steps = torch.arange(v - 1, device="cpu")
+    if packed is not None:  # what leads into first rows has no influence
+        steps = (torch.arange(v, device="cpu") - packed[:-1].repeat_interleave(packed.diff()) - 1).clamp(min=0)
+    if len(steps) and int(steps.max()) >= trained:
+        raise ValueError(f"data: expected at most {trained + 1} steps, got {int(steps.max()) + 2}")
     steps = steps.to(bulk.device)
     if isinstance(bulk, Tensor):
         return bulk.index_select(-3, steps)
@@ -685,7 +693,7 @@ def _at_steps(bulk: Tensor | Transition, steps: Tensor) -> Tensor | Transition:
 
 def _stationary_start(logs: Tensor | Transition) -> Tensor:
     """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
-    lead = logs.lead if isinstance(logs, Transition) else logs.shape[:-2]
+    lead = _lead(logs)
     if lead and lead[-1] != 1:
         raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
     dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
@@ -700,7 +708,7 @@ def _mean_given(normal: MultivariateNormal, data: Tensor, known: Tensor, shares:
     identity = torch.eye(means.shape[-1], dtype=means.dtype, device=means.device)
     block = torch.where(known[..., None] & known[..., None, :], covariance, identity)
     errors = torch.linalg.solve(block, torch.where(known, data - means, 0.0))
-    of_states = means + (covariance @ errors[..., None])[..., 0]  # [..., *U, c, d]
+    of_states: Tensor = means + (covariance @ errors[..., None])[..., 0]  # [..., *U, c, d]
     shares = shares.view(*shares.shape[:-1], *(1,) * (means.dim() - 2), -1, 1)
     return (shares.to(means) * of_states).sum(-2)
 

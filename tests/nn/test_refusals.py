@@ -1,5 +1,6 @@
 """What `logchain.nn` refuses, and that the argument is named."""
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import constraints
@@ -18,7 +19,7 @@ from logchain.nn import (
     transitions,
 )
 from tests.nn.emissions import distribution
-from tests.nn.hmms import ARCS, V, categories, network, normal, random_hmm
+from tests.nn.hmms import ARCS, V, categories, driven_hmm, network, normal, random_hmm
 
 DATA, VECTORS = categories(5, V), normal(5, V, 2)
 MASK = torch.ones(5, V, dtype=torch.bool)
@@ -94,8 +95,29 @@ CALLS = [
     (lambda: random_hmm().log_prob(DATA, observed=MASK[:, 0]), ValueError, r"observed: .*\[5, 4\] or \[4\], got \[5\]"),
     (lambda: neural().log_prob(VECTORS, observed=VECTORS > 0), ValueError, r"observed: .* got \[5, 4, 2\]"),
     (lambda: random_hmm().log_prob(DATA, lengths=[1, 2]), ValueError, r"^lengths: .*\[5\] .* got \[2\]$"),
-    (lambda: neural().log_prob(VECTORS, lengths=3), ValueError, r"lengths: expected \[5, 4\], the steps"),
+    (lambda: neural().log_prob(VECTORS, lengths=3), ValueError, r"^lengths: expected those of \[5, 4\], the steps"),
     (lambda: random_hmm(torch.nn.Identity()).log_prob(VECTORS * 1j), TypeError, "^emission: .* got complex128$"),
+    (lambda: random_hmm().log_prob([]), ValueError, "^data: expected a list of one or more sequences, got 0$"),
+    (lambda: random_hmm().log_prob([1.0]), TypeError, r"^data\[0\]: expected .* got float; pass torch.tensor"),
+    (lambda: random_hmm().log_prob([DATA[0], DATA[0, :0]]), ValueError, r"^data\[1\]: .*at least one step.*got \[0\]$"),
+    (lambda: random_hmm().log_prob([DATA[0], DATA]), ValueError, r"^data\[1\]: expected shape \[5\], got \[5, 4\]$"),
+    (lambda: random_hmm().log_prob([DATA[0]], lengths=[4]), ValueError, "^lengths: expected None with a list"),
+    (lambda: random_hmm().log_prob([DATA[0]], MASK[0]), ValueError, "^observed: expected a list of 1 .*got Tensor$"),
+    (lambda: random_hmm().log_prob([DATA[0]], [MASK[0, :2]]), ValueError, r"^observed\[0\]: .*\[4\], got \[2\]$"),
+    (lambda: random_hmm().log_prob(np.array(["a"])), TypeError, "^data: expected numbers, got an array of <U1$"),
+    (
+        lambda: random_hmm().log_prob(DATA[0], lengths=[1, 2]),
+        ValueError,
+        "^lengths: .*sum 4 .* with sum 3$",
+    ),
+    (lambda: random_hmm().log_prob(DATA, states=MASK), TypeError, "^states: expected integers, got bool$"),
+    (lambda: random_hmm().log_prob(DATA, states=DATA[0]), ValueError, r"^states: expected shape \[5, 4\], got \[4\]$"),
+    (lambda: random_hmm().log_prob(DATA, states=DATA - 2), ValueError, "^states: .*from -1 to 2, got -2 to 1$"),
+    (lambda: driven_hmm().log_prob(DATA, covariates=VECTORS[:, 1:]), ValueError, r"^covariates: .*\[5, 4, \.\.\.\]"),
+    (lambda: moved_by(LogWeights(3, 3, 3)).forecast(DATA, 2), ValueError, "^transition: expected one matrix for all"),
+    (lambda: neural().impute(VECTORS), TypeError, "^emission: expected an Emission to impute from, got Sequential$"),
+    (lambda: random_hmm().sort_states(torch.ones(2)), ValueError, r"^by: expected numbers \[3\], got shape \[2\]$"),
+    (lambda: moved_by(BANDED).sort_states(torch.ones(3)), TypeError, "^transition: expected a dense matrix"),
     (lambda: returned(torch.zeros(3, 3)), ValueError, "^transition: expected at least 3 axes"),
     (lambda: returned(torch.zeros(5, 4, 3, 3)), ValueError, r"^transition: .*\[5, 3, 3, 3\]"),
     (lambda: neural().sample(1, 2), TypeError, "emission: expected an Emission to sample from, got Sequential"),
