@@ -16,7 +16,7 @@ from .emissions import (
     Poisson,
 )
 from .fitting import Fit, fit
-from .hmm import HMM, Sample
+from .hmm import HMM, FilteredStates, Forecast, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
@@ -33,7 +33,9 @@ __all__ = [
     "DegenerateError",
     "DegenerateWarning",
     "Distribution",
+    "FilteredStates",
     "Fit",
+    "Forecast",
     "Gaussian",
     "Emission",
     "LinearChainCRF",

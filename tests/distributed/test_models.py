@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from logchain.nn import HMM, Gaussian, ChainCircuit, LinearChainCRF
+from logchain.nn import HMM, ChainCircuit, Gaussian, LinearChainCRF
 
 STEPS, SEQUENCES, V = 4, 6, 9
 LENGTHS = torch.tensor([9, 5, 1, 7, 9, 3])
