@@ -54,16 +54,19 @@ class Sequences:
         device: torch.device,
     ) -> "Sequences":
         """The arguments of a method; `event_axes` is None if an emission does not say the number of those axes."""
-        sizes = None
-        if is_list := isinstance(data, list | tuple):
-            if lengths is not None:
-                raise ValueError("lengths: expected None with a list of sequences, which has them")
-            sizes = [len(as_tensor(f"data[{i}]", part, device, least=1)) for i, part in enumerate(data)]
-        rows = as_rows("data", data, sizes, device)
-        mask, covariates, states = (
-            None if value is None else as_rows(name, value, sizes, device)
-            for name, value in (("observed", observed), ("covariates", covariates), ("states", states))
+        is_list = isinstance(data, list | tuple)
+        if is_list and lengths is not None:
+            raise ValueError("lengths: expected None with a list of sequences, which has them")
+        named = {"data": data, "observed": observed, "covariates": covariates, "states": states}
+        parts = {name: _parts(name, one, is_list, device) for name, one in named.items() if one is not None}
+        sizes = [len(part) for part in parts["data"]] if is_list else None
+        for name, each in parts.items():
+            if is_list and [len(part) for part in each] != sizes:
+                raise ValueError(f"{name}: expected sequences as long as those of data, got other lengths")
+        rows, mask, covariates, states = (
+            None if name not in parts else torch.cat(parts[name]) if is_list else parts[name][0] for name in named
         )
+        assert rows is not None
         ends = None if lengths is None else tensor_of(lengths)
         if ends is not None and ends.dim() == 1 and rows.dim() - 1 == event_axes:
             sizes, ends = _as_sizes(ends, rows), None
@@ -141,37 +144,33 @@ class Sequences:
         return replace(self, data=function(self.data), known=known, covariates=covariates, states=states)
 
 
-def as_tensor(name: str, value: object, device: torch.device, least: int = 0) -> Tensor:
-    """A dense tensor as it is, or a copy of an array on the device, of at least so many axes."""
+def as_tensor(name: str, value: object, device: torch.device) -> Tensor:
+    """A dense tensor as it is, or a copy of an array on the device."""
     if isinstance(value, Tensor):
         check_dense(name, value)
-        tensor = value
-    elif hasattr(value, "__array__"):
-        array = np.array(value, order="C")
-        if array.dtype.kind not in "biuf":
-            raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
-        tensor = torch.from_numpy(array).to(device)
-    else:
+        return value
+    if not hasattr(value, "__array__"):
         expected = "a torch.Tensor, a numpy array or a list of these"
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}; pass torch.tensor({name})")
-    if tensor.dim() < least:
-        raise ValueError(f"{name}: expected shape [v, ...], got []")
-    return tensor
+    array = np.array(value, order="C")
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
+    return torch.from_numpy(array).to(device)
 
 
-def as_rows(name: str, value: Any, sizes: list[int] | None, device: torch.device) -> Tensor:
-    """A tensor or array; or, with sizes, the rows of a list of sequences."""
-    if sizes is None:
-        return as_tensor(name, value, device)
-    if not sizes or not isinstance(value, list | tuple) or len(value) != len(sizes):
-        got = f"{len(value)}" if isinstance(value, list | tuple) else type(value).__name__
-        raise ValueError(f"{name}: expected a list of {len(sizes) or 'one or more'} sequences, got {got}")
-    parts = [as_tensor(f"{name}[{i}]", part, device, least=1) for i, part in enumerate(value)]
-    for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-        expected = (size or "at least one step", *parts[0].shape[1:])
-        if part.shape != expected:
-            raise ValueError(f"{name}[{i}]: expected shape {list(expected)}, got {list(part.shape)}")
-    return torch.cat(parts)
+def _parts(name: str, value: Any, is_list: bool, device: torch.device) -> list[Tensor]:
+    """A tensor or array, or those of a list of sequences `[v_i, ...]`."""
+    if not is_list:
+        return [as_tensor(name, value, device)]
+    if not isinstance(value, list | tuple) or not value:
+        got = "none" if isinstance(value, list | tuple) else type(value).__name__
+        raise ValueError(f"{name}: expected a list of sequences, at least one, got {got}")
+    parts = [as_tensor(f"{name}[{i}]", part, device) for i, part in enumerate(value)]
+    for i, part in enumerate(parts):
+        if not part.dim() or not len(part) or part.shape[1:] != parts[0].shape[1:]:
+            expected = ", ".join(("v", *map(str, parts[0].shape[1:])))
+            raise ValueError(f"{name}[{i}]: expected shape [{expected}], at least one step, got {list(part.shape)}")
+    return parts
 
 
 def _as_sizes(lengths: Tensor, rows: Tensor) -> list[int]:

@@ -6,24 +6,23 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Independent, MultivariateNormal
 
-from ..arguments import check_integers, check_tensor
+from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
 from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
-from ..tensors import is_readable
 from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, takes_covariates
 from .checks import check_count
 from .data import Data, Ends, Rows, Sequences, as_tensor
-from .emissions import Bernoulli, Categorical, Emission, Gaussian, Poisson
+from .emissions import Bernoulli, Emission, Gaussian, Poisson
+from .hmm_reading import expected_data, mean_of, permute, permute_units
+from .hmm_steps import first_steps, into_steps, lead_of, stationary_start, with_known_states
 from .log_weights import LogWeights
-from .parameters import arithmetic, fill, over
-from .stationary import stationary
+from .parameters import arithmetic, over
 from .transitions.weights import TransitionWeights
 
 _EMISSIONS: dict[str, Any] = {"gaussian": Gaussian, "poisson": Poisson, "bernoulli": Bernoulli}
@@ -104,6 +103,7 @@ class HMM(ChainModel):
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989).
 
+    >>> from logchain.nn import Categorical
     >>> hmm = HMM(2, Categorical(2, 2))
     >>> hmm.initial.set(torch.tensor([0.5, 0.5]))
     >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
@@ -162,7 +162,7 @@ class HMM(ChainModel):
     @property
     def initial_probabilities(self) -> Tensor:
         """The probabilities `[c]` of the first state, without gradients."""
-        start = _stationary_start(self._log_transitions(None)) if self.initial is None else self.initial().exp()
+        start = stationary_start(self._log_transitions(None)) if self.initial is None else self.initial().exp()
         return start.detach()
 
     def arguments(
@@ -257,6 +257,7 @@ class HMM(ChainModel):
         path = viterbi(**chain._asdict())
         return path._replace(states=sequences.in_layout(self._of_steps(path.states, chain)))
 
+    @torch.no_grad()
     def filter(
         self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
     ) -> FilteredStates:
@@ -276,18 +277,17 @@ class HMM(ChainModel):
         >>> torch.isclose(filtered.log_likelihoods.sum(), hmm.log_prob(data))
         tensor(True)
         """
-        with torch.no_grad():
-            sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
-            forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
-            totals = forward.logsumexp(-1)  # log p(data up to each step)
-            before = totals.roll(1, -1)
-            before[..., 0 if chain.cu_seqlens is None else chain.cu_seqlens[:-1]] = 0
-            impossible = totals == -torch.inf  # or past the end
-            steps = torch.where(impossible, totals, totals - before)
-            if chain.lengths is not None:
-                past = torch.arange(steps.shape[-1], device=steps.device) >= chain.lengths[..., None]
-                steps = steps.masked_fill(past, 0)
-            posterior = self._of_states((forward - totals[..., None]).exp()).masked_fill(impossible[..., None], 0)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
+        totals = forward.logsumexp(-1)  # log p(data up to each step)
+        before = totals.roll(1, -1)
+        before[..., 0 if chain.cu_seqlens is None else chain.cu_seqlens[:-1]] = 0
+        impossible = totals == -torch.inf  # or past the end
+        steps = torch.where(impossible, totals, totals - before)
+        if chain.lengths is not None:
+            past = torch.arange(steps.shape[-1], device=steps.device) >= chain.lengths[..., None]
+            steps = steps.masked_fill(past, 0)
+        posterior = self._of_states((forward - totals[..., None]).exp()).masked_fill(impossible[..., None], 0)
         dtype = chain.x.dtype
         return FilteredStates(sequences.in_layout(posterior.to(dtype)), sequences.in_layout(steps.to(dtype)))
 
@@ -339,7 +339,7 @@ class HMM(ChainModel):
             shares = (shares[..., None, :].to(matrix) @ matrix)[..., 0, :]
             steps.append(shares)
         result = self._of_states(torch.stack(steps, -2))
-        return Forecast(result, self._mean(result, future))
+        return Forecast(result, mean_of(self.emission, result, future))
 
     @torch.no_grad()
     def impute(
@@ -350,7 +350,10 @@ class HMM(ChainModel):
         Where data have finitely many values, such as categories, it is replaced by the most probable one.
 
         Returns:
-            The data in their layout, past the end as they are.
+            The data in their layout, 0 past the end.
+
+        Raises:
+            NotImplementedError: the emission has no means, or none given a part of a vector.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
@@ -363,18 +366,7 @@ class HMM(ChainModel):
         values, known = emission.known(sequences.data, sequences.known)
         if known is None:
             return sequences.in_layout(values)
-        shares = self._posterior(chain).states
-        in_part = bool(emission.event) and bool((known.any(-1) & ~known.all(-1)).any())
-        family = emission.distribution() if in_part else None
-        if emission.num_values is not None:
-            best: Tensor | None = self._mixed(shares, emission.log_probabilities().exp(), emission.units).argmax(-1)
-        elif isinstance(family, MultivariateNormal):
-            best = _mean_given(family, values, known, shares).to(emission.dtype)
-        else:
-            best = self._mean(shares, sequences.covariates) if isinstance(family, Independent | None) else None
-        if best is None:
-            raise NotImplementedError(f"impute: expected an emission with means of what is missing, got {emission}")
-        values, best = (values, best.to(values.dtype)) if values.is_floating_point() else (values, best)
+        best = expected_data(emission, values, known, self._posterior(chain).states, sequences.covariates)
         return sequences.in_layout(torch.where(known, values, best))
 
     @torch.no_grad()
@@ -436,7 +428,7 @@ class HMM(ChainModel):
         emission = self._known_emission("sample from")
         check_count("num_steps", num_steps)
         bulk = self._transitions(None, num_steps, covariates, None)
-        batch = _lead(bulk)[:-1]
+        batch = lead_of(bulk)[:-1]
         if covariates is not None:
             batch = torch.broadcast_shapes(batch, covariates.shape[:-2])
         potentials = torch.zeros(*batch, num_steps, self.num_states, device=bulk.device)
@@ -477,8 +469,8 @@ class HMM(ChainModel):
         order = torch.argsort(numbers, stable=True)
         for part, axes in ((self.initial, (-1,)), (self.transition, (-1, -2))):
             for tensor in () if part is None else (*part.parameters(), *part.buffers()):
-                _permute(tensor, order, *axes)
-        _permute_units(emission, order)
+                permute(tensor, order, *axes)
+        permute_units(emission, order)
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
@@ -554,17 +546,7 @@ class HMM(ChainModel):
                     expected = f"those of {list(x.shape[:-1])}, the steps that the emission module makes of the data"
                     raise ValueError(f"{name}: expected {expected}, got {list(known.shape)}")
                 x = torch.where(known[..., None], x, 0)
-        states = sequences.states
-        if states is None:
-            return x
-        check_integers("states", states)
-        if states.shape != x.shape[:-1]:
-            raise ValueError(f"states: expected shape {list(x.shape[:-1])}, got {list(states.shape)}")
-        if is_readable(states) and not bool(((states >= -1) & (states < self.num_states)).all()):
-            got = f"{int(states.min())} to {int(states.max())}"
-            raise ValueError(f"states: expected integers from -1 to {self.num_states - 1}, got {got}")
-        others = torch.arange(self.num_states, device=x.device) != states[..., None]
-        return x.masked_fill(others & (states >= 0)[..., None], -torch.inf)
+        return x if sequences.states is None else with_known_states(x, sequences.states)
 
     def _chain(
         self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None, packed: Tensor | None
@@ -574,7 +556,7 @@ class HMM(ChainModel):
             if isinstance(bulk, Duration):
                 raise ValueError("initial: expected 'free' with durations, got 'stationary'")
             weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
-            return ChainArguments(x, weights, _stationary_start(bulk).to(bulk.dtype), False, ends, packed)
+            return ChainArguments(x, weights, stationary_start(bulk).to(bulk.dtype), False, ends, packed)
         if isinstance(bulk, Duration):
             censored: bool = getattr(self.transition, "right_censored", True)
             return bulk.arguments(
@@ -615,11 +597,11 @@ class HMM(ChainModel):
         if covariates is not None:
             if self._is_trained and not takes_covariates(self.emission):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")
-            covariates = _into_steps(covariates, batch, v, packed)
+            covariates = into_steps(covariates, batch, v, packed)
         bulk = self._log_transitions(covariates)
         if self._is_trained:
-            bulk = _first_steps(bulk, v, packed)
-        lead, rows, c = _lead(bulk) or (1,), v - 1 if packed is None else v, self.num_states
+            bulk = first_steps(bulk, v, packed)
+        lead, rows, c = lead_of(bulk) or (1,), v - 1 if packed is None else v, self.num_states
         states = bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
         states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
         batch = lead[:-1] if batch is None else batch
@@ -629,101 +611,3 @@ class HMM(ChainModel):
             expected = f"{[*batch, rows, c, c]}, or 1 for batch and steps"
             raise ValueError(f"transition: expected shape {expected}, got {[*lead, states, states]}")
         return bulk
-
-    @staticmethod
-    def _mixed(shares: Tensor, values: Tensor, units: tuple[int, ...]) -> Tensor:
-        """Sums `[..., *U, *rest]` over states of values `[*U, c, *rest]`, weighted by shares `[..., c]`."""
-        return torch.tensordot(shares.to(values), values.movedim(len(units) - 1, 0), 1)
-
-    def _mean(self, shares: Tensor, covariates: Tensor | None) -> Tensor | None:
-        """The mean of the data for probabilities of states, None if there is none."""
-        emission = self.emission
-        if not isinstance(emission, Emission):
-            return None
-        try:
-            if takes_covariates(emission) and covariates is not None:
-                states = torch.arange(self.num_states, device=shares.device).expand(shares.shape)
-                options: dict[str, Any] = {"covariates": covariates[..., None, :]}
-                means = emission.distribution((states,), **options).mean  # [..., c, *event]
-                mean = (over(shares, means.shape) * means).sum(shares.dim() - 1)
-            else:
-                mean = self._mixed(shares, emission.distribution().mean, emission.units)
-        except NotImplementedError:
-            return None
-        return None if bool(mean.isnan().any()) else mean.to(emission.dtype)
-
-
-def _into_steps(covariates: Tensor, batch: tuple[int, ...] | None, v: int, packed: Tensor | None) -> Tensor:
-    """The rows of covariates `[*B, v, ...]` that drive a transition; those of packed sequences with 0 in first rows."""
-    axis = covariates.dim() - 2 if batch is None else len(batch)
-    sizes = (*covariates.shape[: max(axis, 0)], v) if batch is None else (*batch, v)
-    if not all(size in (1, other) for size, other in zip(covariates.shape, sizes, strict=False)):
-        expected = f"[{', '.join(map(str, sizes))}, ...], a row for each step, or 1 for batch and steps"
-        raise ValueError(f"covariates: expected shape {expected}, got {list(covariates.shape)}")
-    if v == 1 or covariates.shape[axis : axis + 1] != (v,):
-        return covariates
-    if packed is None:
-        return covariates.narrow(axis, 1, v - 1)
-    inner = torch.ones(v, dtype=torch.bool).index_fill(0, packed[:-1], False)
-    return fill(covariates, inner.to(covariates.device))
-
-
-def _lead(bulk: Tensor | Transition) -> tuple[int, ...]:
-    """The sizes of the axes of batch and steps."""
-    return tuple(bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead)
-
-
-def _first_steps(bulk: Tensor | Transition, v: int, packed: Tensor | None) -> Tensor | Transition:
-    """Of trained matrices for each step those of v steps, or of the steps of each packed sequence."""
-    trained = (_lead(bulk) or (1,))[-1]
-    if trained == 1 or (packed is None and trained == v - 1):
-        return bulk
-    steps = torch.arange(v - 1, device="cpu")
-    if packed is not None:  # what leads into first rows has no influence
-        steps = (torch.arange(v, device="cpu") - packed[:-1].repeat_interleave(packed.diff()) - 1).clamp(min=0)
-    if len(steps) and int(steps.max()) >= trained:
-        raise ValueError(f"data: expected at most {trained + 1} steps, got {int(steps.max()) + 2}")
-    steps = steps.to(bulk.device)
-    if isinstance(bulk, Tensor):
-        return bulk.index_select(-3, steps)
-    pairs = zip(bulk.parameters, bulk.leads, strict=True)
-    each = (one if lead[-1:] in ((), (1,)) else one.index_select(len(lead) - 1, steps) for one, lead in pairs)
-    return bulk.with_parameters(*each)
-
-
-def _stationary_start(logs: Tensor | Transition) -> Tensor:
-    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
-    lead = _lead(logs)
-    if lead and lead[-1] != 1:
-        raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
-    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
-    # probabilities: the logarithm of a state that is never visited would have no gradient
-    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
-
-
-def _mean_given(normal: MultivariateNormal, data: Tensor, known: Tensor, shares: Tensor) -> Tensor:
-    """Means `[..., *U, d]` of vectors given their known entries, for shares `[..., c]` of states."""
-    means, covariance, data, known = normal.loc, normal.covariance_matrix, data[..., None, :], known[..., None, :]
-    # the block of known entries, with 1 on the rest of the diagonal
-    identity = torch.eye(means.shape[-1], dtype=means.dtype, device=means.device)
-    block = torch.where(known[..., None] & known[..., None, :], covariance, identity)
-    errors = torch.linalg.solve(block, torch.where(known, data - means, 0.0))
-    of_states: Tensor = means + (covariance @ errors[..., None])[..., 0]  # [..., *U, c, d]
-    shares = shares.view(*shares.shape[:-1], *(1,) * (means.dim() - 2), -1, 1)
-    return (shares.to(means) * of_states).sum(-2)
-
-
-def _permute(tensor: Tensor, order: Tensor, *axes: int) -> None:
-    """Permute the entries along axes that have as many as there are states, in place."""
-    for axis in axes:
-        if -tensor.dim() <= axis < tensor.dim() and tensor.shape[axis] == len(order):
-            tensor.copy_(tensor.index_select(axis, order))
-
-
-def _permute_units(emission: Emission, order: Tensor) -> None:
-    """Permute the states of an emission, whose axis comes after those of features, and is the last of categories."""
-    families = [layer for layer in emission.modules() if isinstance(layer, Categorical)]
-    of_categories = [layer for layer in families if layer.units == emission.units]
-    last = {id(tensor) for layer in of_categories for tensor in (*layer.parameters(), *layer.buffers())}
-    for tensor in (*emission.parameters(), *emission.buffers()):
-        _permute(tensor, order, -1 if id(tensor) in last else len(emission.units) - 1)
