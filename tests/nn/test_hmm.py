@@ -313,6 +313,17 @@ def test_covariates_reach_emissions_and_transitions():
     assert torch.equal(one, other.log_prob(moved, covariates=covariates))
 
 
+def test_first_covariate_of_packed_sequences_drives_no_transition():
+    hmm, data, covariates = hmms.driven_hmm(), of_list(categories(5, V)), of_list(normal(5, V, 2))
+    truth = hmm.log_prob(data, covariates=covariates)
+    for part in covariates:
+        part[0] = torch.nan
+    found = hmm.log_prob(data, covariates=covariates)
+    assert torch.equal(found, truth)
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in hmm.transition.parameters())
+
+
 def test_filtered_states_and_log_likelihoods_are_those_of_the_data_so_far():
     for name in ("categories", "full covariances", "stationary start"):
         model, hmm, data = drawn(name)
