@@ -123,15 +123,16 @@ class HMM(ChainModel):
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        for name, value, words in (
-            ("emission", emission, tuple(_EMISSIONS)),
-            ("initial", initial, ("free", "stationary")),
-            ("transition", transition, ()),
+        words = {"emission": tuple(_EMISSIONS), "initial": ("free", "stationary"), "transition": ()}
+        for name, value in (
+            ("emission", emission),
+            ("initial", initial),
+            ("transition", transition or torch.nn.Module()),
         ):
-            if isinstance(value, str) and value not in words:
-                raise ValueError(f"{name}: expected {' or '.join(map(repr, words))}, or a module, got {value!r}")
-            if not isinstance(value, str | torch.nn.Module) and (value is not None or words):
-                raise TypeError(f"{name}: expected a torch.nn.Module, got {type(value).__name__}")
+            if not isinstance(value, torch.nn.Module) and value not in words[name]:
+                kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
+                expected = " or ".join([*map(repr, words[name]), "a torch.nn.Module"])
+                raise kind(f"{name}: expected {expected}, got {got}")
         self.num_states, self.stationary = num_states, initial == "stationary"
         free = LogWeights(num_states, generator=generator) if initial == "free" else None
         self.initial = initial if isinstance(initial, torch.nn.Module) else free
@@ -427,10 +428,8 @@ class HMM(ChainModel):
         """
         emission = self._known_emission("sample from")
         check_count("num_steps", num_steps)
-        bulk = self._transitions(None, num_steps, covariates, None)
-        batch = lead_of(bulk)[:-1]
-        if covariates is not None:
-            batch = torch.broadcast_shapes(batch, covariates.shape[:-2])
+        batch = () if covariates is None else covariates.shape[:-2]
+        bulk = self._transitions(batch, num_steps, covariates, None)
         potentials = torch.zeros(*batch, num_steps, self.num_states, device=bulk.device)
         chain = self._chain(potentials, bulk, None, None)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
@@ -588,12 +587,9 @@ class HMM(ChainModel):
         return torch.log_softmax(arithmetic(bulk), -1)
 
     def _transitions(
-        self, batch: tuple[int, ...] | None, v: int, covariates: Tensor | None, packed: Tensor | None
+        self, batch: tuple[int, ...], v: int, covariates: Tensor | None, packed: Tensor | None
     ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure.
-
-        `batch` is None for any batch.
-        """
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure."""
         if covariates is not None:
             if self._is_trained and not takes_covariates(self.emission):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")
@@ -604,7 +600,6 @@ class HMM(ChainModel):
         lead, rows, c = lead_of(bulk) or (1,), v - 1 if packed is None else v, self.num_states
         states = bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
         states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
-        batch = lead[:-1] if batch is None else batch
         sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
         fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))
         if not fits or states != c:

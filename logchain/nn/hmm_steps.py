@@ -10,10 +10,9 @@ from .parameters import fill
 from .stationary import stationary
 
 
-def into_steps(covariates: Tensor, batch: tuple[int, ...] | None, v: int, packed: Tensor | None) -> Tensor:
+def into_steps(covariates: Tensor, batch: tuple[int, ...], v: int, packed: Tensor | None) -> Tensor:
     """The rows of covariates `[*B, v, ...]` that drive a transition; those of packed sequences with 0 in first rows."""
-    axis = covariates.dim() - 2 if batch is None else len(batch)
-    sizes = (*covariates.shape[: max(axis, 0)], v) if batch is None else (*batch, v)
+    axis, sizes = len(batch), (*batch, v)
     if not all(size in (1, other) for size, other in zip(covariates.shape, sizes, strict=False)):
         expected = f"[{', '.join(map(str, sizes))}, ...], a row for each step, or 1 for batch and steps"
         raise ValueError(f"covariates: expected shape {expected}, got {list(covariates.shape)}")
