@@ -137,8 +137,8 @@ class ChainModel(torch.nn.Module):
         """The checked arguments of a method, or those that were checked before."""
         if isinstance(data, Sequences):
             return data
-        device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
-        return Sequences.of(data, observed, lengths, covariates, states, self._event_axes(), device)
+        like = next(self.parameters(), torch.empty(0, device="cpu"))
+        return Sequences.of(data, observed, lengths, covariates, states, self._event_axes(), like)
 
 
 def takes_covariates(module: torch.nn.Module) -> bool:

@@ -51,14 +51,21 @@ class Sequences:
         covariates: Rows,
         states: Rows,
         event_axes: int | None,
-        device: torch.device,
+        like: Tensor,
     ) -> "Sequences":
-        """The arguments of a method; `event_axes` is None if an emission does not say the number of those axes."""
+        """The arguments of a method; `event_axes` is None if an emission does not say the number of those axes.
+
+        Arrays move to the device of `like`; those that a module takes which is no `Emission` take its dtype, too.
+        """
         is_list = isinstance(data, list | tuple)
         if is_list and lengths is not None:
             raise ValueError("lengths: expected None with a list of sequences, which has them")
         named = {"data": data, "observed": observed, "covariates": covariates, "states": states}
-        parts = {name: _parts(name, one, is_list, device) for name, one in named.items() if one is not None}
+        parts = {
+            name: _parts(name, one, is_list, like, event_axes is None or name == "covariates")
+            for name, one in named.items()
+            if one is not None
+        }
         sizes = [len(part) for part in parts["data"]] if is_list else None
         for name, each in parts.items():
             if is_list and [len(part) for part in each] != sizes:
@@ -144,8 +151,8 @@ class Sequences:
         return replace(self, data=function(self.data), known=known, covariates=covariates, states=states)
 
 
-def as_tensor(name: str, value: object, device: torch.device) -> Tensor:
-    """A dense tensor as it is, or a copy of an array on the device."""
+def as_tensor(name: str, value: object, like: Tensor, cast: bool) -> Tensor:
+    """A dense tensor as it is, or a copy of an array on the device of `like`, with `cast` in its dtype of numbers."""
     if isinstance(value, Tensor):
         check_dense(name, value)
         return value
@@ -155,17 +162,18 @@ def as_tensor(name: str, value: object, device: torch.device) -> Tensor:
     array = np.array(value, order="C")
     if array.dtype.kind not in "biuf":
         raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
-    return torch.from_numpy(array).to(device)
+    tensor = torch.from_numpy(array).to(like.device)
+    return tensor.to(like.dtype) if cast and tensor.is_floating_point() else tensor
 
 
-def _parts(name: str, value: Any, is_list: bool, device: torch.device) -> list[Tensor]:
+def _parts(name: str, value: Any, is_list: bool, like: Tensor, cast: bool) -> list[Tensor]:
     """A tensor or array, or those of a list of sequences `[v_i, ...]`."""
     if not is_list:
-        return [as_tensor(name, value, device)]
+        return [as_tensor(name, value, like, cast)]
     if not isinstance(value, list | tuple) or not value:
         got = "none" if isinstance(value, list | tuple) else type(value).__name__
         raise ValueError(f"{name}: expected a list of sequences, at least one, got {got}")
-    parts = [as_tensor(f"{name}[{i}]", part, device) for i, part in enumerate(value)]
+    parts = [as_tensor(f"{name}[{i}]", part, like, cast) for i, part in enumerate(value)]
     for i, part in enumerate(parts):
         if not part.dim() or not len(part) or part.shape[1:] != parts[0].shape[1:]:
             expected = ", ".join(("v", *map(str, parts[0].shape[1:])))

@@ -123,7 +123,7 @@ class HMM(ChainModel):
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        words = {"emission": tuple(_EMISSIONS), "initial": ("free", "stationary"), "transition": ()}
+        words = {"emission": tuple(_EMISSIONS), "initial": ("free", "stationary"), "transition": (None,)}
         for name, value in (
             ("emission", emission),
             ("initial", initial),
@@ -327,7 +327,9 @@ class HMM(ChainModel):
         sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         future = None
         if future_covariates is not None:
-            future = as_tensor("future_covariates", future_covariates, chain.x.device)
+            future = as_tensor("future_covariates", future_covariates, chain.x, cast=True)
+        elif covariates is not None:
+            raise ValueError(f"future_covariates: expected those of {num_steps} steps after the covariates, got None")
         bulk = self._log_transitions(future)
         matrices = (bulk.to_dense(log_params=True) if isinstance(bulk, Transition) else bulk).exp()
         matrices = matrices if matrices.dim() > 2 else matrices[None]  # (*B or less, k or 1, c, c)

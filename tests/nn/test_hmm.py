@@ -213,6 +213,14 @@ def test_lists_and_concatenated_sequences_equal_padded_ones(name, as_array):
             close(part, array(every[row, : length - 1]))
 
 
+def test_arrays_have_the_dtype_of_modules_that_take_them():
+    covariates, data = normal(5, V, 2), normal(5, V, 2)
+    driven, neural = hmms.driven_hmm().float(), random_hmm(hmms.network()).float()
+    found = driven.log_prob(categories(5, V).numpy(), covariates=covariates.numpy())
+    assert torch.equal(found, driven.log_prob(categories(5, V), covariates=covariates.float()))
+    assert torch.equal(neural.log_prob(data.numpy()), neural.log_prob(data.float()))
+
+
 def test_fit_of_a_list_equals_that_of_padded_sequences():
     sequences, data = of_list(categories(5, V)), categories(5, V)
     observed = torch.rand(5, V, generator=seeded()) < 0.7

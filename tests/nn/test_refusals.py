@@ -83,7 +83,7 @@ CALLS = [
     (lambda: HMM(2, 5), TypeError, "emission: expected 'gaussian' or .* or a torch.nn.Module, got int"),
     (lambda: HMM(2, "poisson", initial="uniform"), ValueError, "initial: expected 'free' or .*, got 'uniform'"),
     (lambda: HMM(2, Categorical(3, 4)), ValueError, r"emission: expected units \(2,\) or \(d, 2\), got \(3,\)"),
-    (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected a torch.nn.Module, got int"),
+    (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected .* a torch.nn.Module, got int"),
     (
         lambda: random_hmm().log_prob([[0, 1]]),
         TypeError,
@@ -115,6 +115,7 @@ CALLS = [
     (lambda: random_hmm().log_prob(DATA, states=DATA - 2), ValueError, "^states: .*from -1 to 2, got -2 to 1$"),
     (lambda: driven_hmm().log_prob(DATA, covariates=VECTORS[:, 1:]), ValueError, r"^covariates: .*\[5, 4, \.\.\.\]"),
     (lambda: moved_by(LogWeights(3, 3, 3)).forecast(DATA, 2), ValueError, "^transition: expected one matrix for all"),
+    (lambda: driven_hmm().forecast(DATA, 2, covariates=VECTORS), ValueError, "^future_covariates: .* 2 steps"),
     (lambda: neural().impute(VECTORS), TypeError, "^emission: expected an Emission to impute from, got Sequential$"),
     (lambda: random_hmm().sort_states(torch.ones(2)), ValueError, r"^by: expected numbers \[3\], got shape \[2\]$"),
     (lambda: moved_by(BANDED).sort_states(torch.ones(3)), TypeError, "^transition: expected a dense matrix"),
