@@ -290,6 +290,11 @@ class Trend(nn.Gaussian):
     def forward(self, data, observed=None, covariates=None):
         return super().forward(data - covariates.sum(-1), observed)
 
+    def distribution(self, at=(), covariates=None):
+        normals = super().distribution(at)
+        shift = 0.0 if covariates is None else covariates.sum(-1)
+        return torch.distributions.Normal(normals.loc + shift, normals.scale)
+
     def statistics(self, flow, data, observed=None, covariates=None):
         return super().statistics(flow, data - covariates.sum(-1), observed)
 
@@ -314,6 +319,13 @@ def test_covariates_reach_emissions_and_transitions():
     assert fits[0].history == fits[1].history
     drawn = [trend.sample(2, V, covariates=covariates, generator=seeded()).data, plain.sample(2, V).data]
     assert drawn[0].shape == (2, 5, V) and drawn[1].shape == (2, V)
+    means, future = trend.emission.means, normal(5, 2, 2, seed=9)
+    forecast = trend.forecast(data, 2, covariates=covariates, future_covariates=future)
+    close(forecast.mean, array(forecast.states @ means + future.sum(-1)))
+    holes = data.masked_fill(torch.arange(V) == 1, torch.nan)
+    shares = trend.posterior(holes, covariates=covariates).states
+    found = trend.impute(holes, covariates=covariates)[:, 1]
+    close(found, array((shares @ means + covariates.sum(-1))[:, 1]))
     both = random_hmm(Trend(C), transition=hmms.driven_hmm().transition)
     one = both.log_prob(data, covariates=covariates)
     other = random_hmm(Gaussian(C), transition=both.transition)
