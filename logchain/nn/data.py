@@ -77,27 +77,33 @@ class Sequences:
         ends = None if lengths is None else tensor_of(lengths)
         if ends is not None and ends.dim() == 1 and rows.dim() - 1 == event_axes:
             sizes, ends = _as_sizes(ends, rows), None
-        axes = rows.dim() - event_axes if event_axes is not None else 1 if ends is None else 1 + ends.dim()
-        steps = rows.shape[: max(axes, 0)]  # (*B, v), or (total)
+        sequences = cls(rows, mask, covariates, states, ends, sizes, None, is_list)
+        return sequences._masked(event_axes, None if ends is None else lengths)
+
+    def _masked(self, event_axes: int | None, lengths: Ends) -> "Sequences":
+        """The same with a mask that ends with each sequence, and data that are 0 where it is False."""
+        data, mask, ends, covariates = self.data, self.known, self.lengths, self.covariates
+        axes = data.dim() - event_axes if event_axes is not None else 1 if ends is None else 1 + ends.dim()
+        steps = data.shape[: max(axes, 0)]  # (*B, v), or (total)
         if not steps:
-            raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(rows.shape)}")
+            raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
         if mask is not None and event_axes is not None:
-            mask = mask_of(mask, rows.shape, steps)
+            mask = mask_of(mask, data.shape, steps)
         elif mask is not None:
             # the shape of the mask says how many axes of the data are those of an event
-            check_mask(mask, *(rows.shape[:end] for end in range(1, rows.dim() + 1)))
+            check_mask(mask, *(data.shape[:end] for end in range(1, data.dim() + 1)))
             steps = mask.shape
-        if ends is not None:
-            ends = as_lengths(ends, rows.new_empty(()).expand(*steps, 1), given=("data", rows))
-            inside = torch.arange(steps[-1], device=rows.device) < ends[..., None]  # (*B, v)
+        if lengths is not None:
+            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
+            inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
             mask = inside if mask is None else mask & over(inside, mask.shape)
             if covariates is not None and covariates.shape[: inside.dim()] == inside.shape:
                 covariates = fill(covariates, inside)
         if mask is not None:
-            rows = fill(rows, mask)  # entries that are not observed may be outside the emission's support
-            mask = mask if event_axes is None else over(mask, rows.shape)
-        batch_axes = None if event_axes is None and sizes is None else len(steps) - 1
-        return cls(rows, mask, covariates, states, ends, sizes, batch_axes, is_list)
+            data = fill(data, mask)  # entries that are not observed may be outside the emission's support
+            mask = mask if event_axes is None else over(mask, data.shape)
+        batch_axes = None if event_axes is None and self.sizes is None else len(steps) - 1
+        return replace(self, data=data, known=mask, covariates=covariates, lengths=ends, batch_axes=batch_axes)
 
     @property
     def cu_seqlens(self) -> Tensor | None:
