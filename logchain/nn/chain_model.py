@@ -127,18 +127,14 @@ class ChainModel(torch.nn.Module):
         return sequences.data, sequences.known
 
     def _sequences(
-        self,
-        data: Data | Sequences,
-        observed: Rows = None,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
+        self, data: Any, observed: Rows = None, lengths: Ends = None, covariates: Rows = None, states: Rows = None
     ) -> Sequences:
         """The checked arguments of a method, or those that were checked before."""
         if isinstance(data, Sequences):
             return data
+        arguments = {"data": data, "observed": observed, "covariates": covariates, "states": states}
         like = next(self.parameters(), torch.empty(0, device="cpu"))
-        return Sequences.of(data, observed, lengths, covariates, states, self._event_axes(), like)
+        return Sequences.of(arguments, lengths, self._event_axes(), like)
 
 
 def takes_covariates(module: torch.nn.Module) -> bool:

@@ -43,27 +43,18 @@ class Sequences:
     is_list: bool
 
     @classmethod
-    def of(
-        cls,
-        data: Data,
-        observed: Rows,
-        lengths: Ends,
-        covariates: Rows,
-        states: Rows,
-        event_axes: int | None,
-        like: Tensor,
-    ) -> "Sequences":
-        """The arguments of a method; `event_axes` is None if an emission does not say the number of those axes.
+    def of(cls, arguments: dict[str, Rows], lengths: Ends, event_axes: int | None, like: Tensor) -> "Sequences":
+        """The arguments of a method by name: data, observed, covariates, states.
 
         Arrays move to the device of `like`; those that a module takes which is no `Emission` take its dtype, too.
+        `event_axes` is the number of axes of an event, None if an emission does not say it.
         """
-        is_list = isinstance(data, list | tuple)
+        is_list = isinstance(arguments["data"], list | tuple)
         if is_list and lengths is not None:
             raise ValueError("lengths: expected None with a list of sequences, which has them")
-        named = {"data": data, "observed": observed, "covariates": covariates, "states": states}
         parts = {
             name: _parts(name, one, is_list, like, event_axes is None or name == "covariates")
-            for name, one in named.items()
+            for name, one in arguments.items()
             if one is not None
         }
         sizes = [len(part) for part in parts["data"]] if is_list else None
@@ -71,7 +62,7 @@ class Sequences:
             if is_list and [len(part) for part in each] != sizes:
                 raise ValueError(f"{name}: expected sequences as long as those of data, got other lengths")
         rows, mask, covariates, states = (
-            None if name not in parts else torch.cat(parts[name]) if is_list else parts[name][0] for name in named
+            None if name not in parts else torch.cat(parts[name]) if is_list else parts[name][0] for name in arguments
         )
         assert rows is not None
         ends = None if lengths is None else tensor_of(lengths)
@@ -85,8 +76,9 @@ class Sequences:
         data, mask, ends, covariates = self.data, self.known, self.lengths, self.covariates
         axes = data.dim() - event_axes if event_axes is not None else 1 if ends is None else 1 + ends.dim()
         steps = data.shape[: max(axes, 0)]  # (*B, v), or (total)
-        if not steps:
-            raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
+        if not steps or (self.is_list and event_axes is not None and len(steps) > 1):
+            expected = "sequences [v" if self.is_list else "shape [..., v"
+            raise ValueError(f"data: expected {expected}{', ...' * bool(event_axes)}], got {list(data.shape)}")
         if mask is not None and event_axes is not None:
             mask = mask_of(mask, data.shape, steps)
         elif mask is not None:

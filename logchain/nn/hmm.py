@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
@@ -119,7 +119,7 @@ class HMM(ChainModel):
         *,
         initial: Literal["free", "stationary"] | torch.nn.Module = "free",
         transition: torch.nn.Module | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
@@ -382,7 +382,7 @@ class HMM(ChainModel):
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> Any:
         """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
@@ -401,12 +401,7 @@ class HMM(ChainModel):
 
     @torch.no_grad()
     def sample(
-        self,
-        num_samples: int,
-        num_steps: int,
-        *,
-        covariates: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, num_samples: int, num_steps: int, *, covariates: Tensor | None = None, generator: Generator | None = None
     ) -> Sample:
         """Independent draws of states and data from the model, whose emission has to be an `Emission`.
 

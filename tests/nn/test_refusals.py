@@ -98,6 +98,7 @@ CALLS = [
     (lambda: neural().log_prob(VECTORS, lengths=3), ValueError, r"^lengths: expected those of \[5, 4\], the steps"),
     (lambda: random_hmm(torch.nn.Identity()).log_prob(VECTORS * 1j), TypeError, "^emission: .* got complex128$"),
     (lambda: random_hmm().log_prob([]), ValueError, "^data: expected a list of sequences, .* got none$"),
+    (lambda: random_hmm().log_prob([DATA, DATA]), ValueError, r"^data: expected sequences \[v\], got \[10, 4\]$"),
     (lambda: random_hmm().log_prob([1.0]), TypeError, r"^data\[0\]: expected .* got float; pass torch.tensor"),
     (lambda: random_hmm().log_prob([DATA[0], DATA[0, :0]]), ValueError, r"^data\[1\]: .*at least one step, got \[0\]$"),
     (lambda: random_hmm().log_prob([DATA[0], DATA]), ValueError, r"^data\[1\]: expected shape \[v\], .* got \[5, 4\]$"),
