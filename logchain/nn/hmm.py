@@ -463,10 +463,10 @@ class HMM(ChainModel):
         if not isinstance(self.initial, LogWeights | None):
             raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
         order = torch.argsort(numbers, stable=True)
+        permute_units(emission, order)
         for part, axes in ((self.initial, (-1,)), (self.transition, (-1, -2))):
             for tensor in () if part is None else (*part.parameters(), *part.buffers()):
                 permute(tensor, order, *axes)
-        permute_units(emission, order)
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":

@@ -1,5 +1,7 @@
 """Likelihoods, posteriors, best paths and draws of hidden Markov models equal sums over all paths."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ import logchain
 from logchain import nn
 from logchain.nn import HMM, Categorical, Gaussian
 from logchain.nn.hmm_reading import mean_given
+from logchain.nn.priors import Dirichlet, NormalInverseWishart
 from logchain.transitions import Banded, BlockDiagonal, Sparse
 from tests import oracle
 from tests.nn import hmms
@@ -441,6 +444,21 @@ def test_sorted_states_are_the_same_model(name):
     close(hmm.posterior(data).states, array(posterior[..., [1, 2, 0]]))
     hmm.sort_states(by=lambda hmm: hmm.initial_probabilities)
     assert (hmm.initial_probabilities.diff() >= 0).all()
+
+
+def test_priors_are_sorted_or_refused():
+    hmm = random_hmm(Gaussian(C, 2))
+    hmm.emission.prior = NormalInverseWishart(torch.ones(C, 2), torch.arange(1.0, C + 1))
+    hmm.transition.prior = Dirichlet(torch.arange(1.0, C * C + 1).view(C, C))
+    hmm.sort_states(by=torch.tensor([2.0, 1.0, 3.0]))
+    assert hmm.emission.prior.dof.tolist() == [2, 1, 3]
+    assert hmm.transition.prior.concentration.tolist() == [[5, 4, 6], [2, 1, 3], [8, 7, 9]]
+    hmm = random_hmm(Gaussian(C, C))
+    hmm.emission.prior = NormalInverseWishart(torch.ones(C, C), 1.0)
+    before = copy.deepcopy(hmm.state_dict())
+    with pytest.raises(ValueError, match="sort states before the prior is assigned$"):
+        hmm.sort_states(by=torch.tensor([2.0, 1.0, 3.0]))
+    assert all(torch.equal(value, before[name]) for name, value in hmm.state_dict().items())
 
 
 def test_probabilities_are_read_without_gradients():
