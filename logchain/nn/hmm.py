@@ -20,7 +20,7 @@ from .checks import check_count
 from .data import Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
 from .hmm_reading import expected_data, mean_of, permute, permute_units
-from .hmm_steps import first_steps, into_steps, lead_of, stationary_start, with_known_states
+from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
 from .transitions.weights import TransitionWeights
@@ -348,7 +348,7 @@ class HMM(ChainModel):
     def impute(
         self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
     ) -> Any:
-        """The data, with what is missing replaced by its expectation given all that is observed.
+        """The data, with what is missing replaced by its expectation conditional on all that is observed.
 
         Where data have finitely many values, such as categories, it is replaced by the most probable one.
 
@@ -356,7 +356,7 @@ class HMM(ChainModel):
             The data in their layout, 0 past the end.
 
         Raises:
-            NotImplementedError: the emission has no means, or none given a part of a vector.
+            NotImplementedError: the emission has no means, or none conditional on a part of a vector.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
@@ -516,33 +516,13 @@ class HMM(ChainModel):
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""
         sequences = self._sequences(*arguments)
-        x = self._potentials(sequences)
+        x = potentials(self.emission, self.num_states, sequences)
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(sequences.data.shape)}")
         packed = sequences.cu_seqlens
         batch = x.shape[:-2] if packed is None else ()
         bulk = self._transitions(batch, x.shape[-2], sequences.covariates, packed)
         return sequences, self._chain(x, bulk, sequences.lengths, packed)
-
-    def _potentials(self, sequences: Sequences) -> Tensor:
-        """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for other states than known."""
-        known = sequences.known
-        if isinstance(self.emission, Emission):
-            options = {"covariates": sequences.covariates} if takes_covariates(self.emission) else {}
-            x: Tensor = self.emission(sequences.data, known, **options)  # (*B, v, *U, c)
-            x = x.sum(-2) if len(self.emission.units) > 1 else x
-        else:
-            x = self.emission(sequences.data)
-            check_tensor("emission", x, 2)
-            if x.shape[-1] != self.num_states:
-                raise ValueError(f"emission: expected log-potentials [..., v, {self.num_states}], got {list(x.shape)}")
-            if known is not None:
-                if x.shape[:-1] != known.shape:
-                    name = "observed" if sequences.lengths is None else "lengths"
-                    expected = f"those of {list(x.shape[:-1])}, the steps that the emission module makes of the data"
-                    raise ValueError(f"{name}: expected {expected}, got {list(known.shape)}")
-                x = torch.where(known[..., None], x, 0)
-        return x if sequences.states is None else with_known_states(x, sequences.states)
 
     def _chain(
         self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None, packed: Tensor | None
@@ -594,12 +574,5 @@ class HMM(ChainModel):
         bulk = self._log_transitions(covariates)
         if self._is_trained:
             bulk = first_steps(bulk, v, packed)
-        lead, rows, c = lead_of(bulk) or (1,), v - 1 if packed is None else v, self.num_states
-        states = bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
-        states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
-        sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
-        fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))
-        if not fits or states != c:
-            expected = f"{[*batch, rows, c, c]}, or 1 for batch and steps"
-            raise ValueError(f"transition: expected shape {expected}, got {[*lead, states, states]}")
+        check_transitions(bulk, batch, v - 1 if packed is None else v, self.num_states)
         return bulk

@@ -42,7 +42,7 @@ def expected_data(emission: Emission, data: Tensor, known: Tensor, shares: Tenso
     mean: Tensor | None = None
     family = emission.distribution() if bool(emission.event) and bool((known != known[..., :1]).any()) else None
     if isinstance(family, MultivariateNormal):
-        mean = mean_given(family, data, known, shares)
+        mean = conditional_mean(family, data, known, shares)
     elif isinstance(family, Independent | None):
         mean = mean_of(emission, shares, covariates)
     if mean is None:
@@ -50,8 +50,8 @@ def expected_data(emission: Emission, data: Tensor, known: Tensor, shares: Tenso
     return mean.to(data.dtype if data.is_floating_point() else emission.dtype)
 
 
-def mean_given(normal: MultivariateNormal, data: Tensor, known: Tensor, shares: Tensor) -> Tensor:
-    """Means `[..., *U, d]` of vectors given their known entries, for shares `[..., c]` of states."""
+def conditional_mean(normal: MultivariateNormal, data: Tensor, known: Tensor, shares: Tensor) -> Tensor:
+    """Means `[..., *U, d]` of vectors conditional on their known entries, for shares `[..., c]` of states."""
     means, covariance, data, known = normal.loc, normal.covariance_matrix, data[..., None, :], known[..., None, :]
     # the block of known entries, with 1 on the rest of the diagonal
     identity = torch.eye(means.shape[-1], dtype=means.dtype, device=means.device)

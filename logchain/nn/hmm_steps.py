@@ -1,13 +1,37 @@
-"""The steps of the chain of a hidden Markov model: transitions, the first state, and states that are known."""
+"""The steps of the chain of a hidden Markov model: log-potentials, transitions, and the first state."""
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_integers
+from ..arguments import check_integers, check_tensor
 from ..tensors import is_readable
-from ..transitions import Transition
+from ..transitions import Duration, Transition
+from .chain_model import takes_covariates
+from .data import Sequences
+from .emissions import Emission
 from .parameters import fill
 from .stationary import stationary
+
+
+def potentials(emission: torch.nn.Module, c: int, sequences: Sequences) -> Tensor:
+    """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for states that are excluded."""
+    known = sequences.known
+    if isinstance(emission, Emission):
+        options = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
+        x: Tensor = emission(sequences.data, known, **options)  # (*B, v, *U, c)
+        x = x.sum(-2) if len(emission.units) > 1 else x
+    else:
+        x = emission(sequences.data)
+        check_tensor("emission", x, 2)
+        if x.shape[-1] != c:
+            raise ValueError(f"emission: expected log-potentials [..., v, {c}], got {list(x.shape)}")
+        if known is not None:
+            if x.shape[:-1] != known.shape:
+                name = "observed" if sequences.lengths is None else "lengths"
+                expected = f"those of {list(x.shape[:-1])}, the steps that the emission module makes of the data"
+                raise ValueError(f"{name}: expected {expected}, got {list(known.shape)}")
+            x = torch.where(known[..., None], x, 0)
+    return x if sequences.states is None else _with_known_states(x, sequences.states)
 
 
 def into_steps(covariates: Tensor, batch: tuple[int, ...], v: int, packed: Tensor | None) -> Tensor:
@@ -47,6 +71,17 @@ def first_steps(bulk: Tensor | Transition, v: int, packed: Tensor | None) -> Ten
     return bulk.with_parameters(*each)
 
 
+def check_transitions(bulk: Tensor | Transition, batch: tuple[int, ...], rows: int, c: int) -> None:
+    """Check for matrices of c states, for one step or so many, and for a batch or all of it."""
+    lead, states = lead_of(bulk) or (1,), bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
+    states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
+    sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
+    fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))
+    if not fits or states != c:
+        expected = f"{[*batch, rows, c, c]}, or 1 for batch and steps"
+        raise ValueError(f"transition: expected shape {expected}, got {[*lead, states, states]}")
+
+
 def stationary_start(logs: Tensor | Transition) -> Tensor:
     """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
     lead = lead_of(logs)
@@ -57,7 +92,7 @@ def stationary_start(logs: Tensor | Transition) -> Tensor:
     return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
 
 
-def with_known_states(x: Tensor, states: Tensor) -> Tensor:
+def _with_known_states(x: Tensor, states: Tensor) -> Tensor:
     """Log-potentials `[..., v, c]`, -inf of all states but those that are known; -1 is unknown."""
     c = x.shape[-1]
     check_integers("states", states)

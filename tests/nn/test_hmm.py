@@ -9,7 +9,7 @@ import torch
 import logchain
 from logchain import nn
 from logchain.nn import HMM, Categorical, Gaussian
-from logchain.nn.hmm_reading import mean_given
+from logchain.nn.hmm_reading import conditional_mean
 from logchain.nn.priors import Dirichlet, NormalInverseWishart
 from logchain.transitions import Banded, BlockDiagonal, Sparse
 from tests import oracle
@@ -416,7 +416,7 @@ def test_part_of_a_vector_is_imputed_given_its_other_part():
     matrix, mean = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=F64), torch.tensor([1.0, -1.0], dtype=F64)
     normals = torch.distributions.MultivariateNormal(mean[None], matrix[None])
     data, known = torch.tensor([[4.0, 0.0]], dtype=F64), torch.tensor([[True, False]])
-    close(mean_given(normals, data, known, torch.ones(1, 1)), [[4.0, -1 + 0.5 * (4 - 1)]])
+    close(conditional_mean(normals, data, known, torch.ones(1, 1)), [[4.0, -1 + 0.5 * (4 - 1)]])
 
 
 SORTED = {
