@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -97,7 +98,7 @@ class Sequences:
         batch_axes = None if event_axes is None and self.sizes is None else len(steps) - 1
         return replace(self, data=data, known=mask, covariates=covariates, lengths=ends, batch_axes=batch_axes)
 
-    @property
+    @cached_property
     def cu_seqlens(self) -> Tensor | None:
         """The offsets of packed sequences."""
         return None if self.sizes is None else torch.tensor([0, *accumulate(self.sizes)], device="cpu")
@@ -115,10 +116,11 @@ class Sequences:
     def __getitem__(self, index: Tensor) -> "Sequences":
         """The sequences at these places along the first axis."""
         count, sizes, lengths, rows = len(self.data), None, None, index
-        if self.sizes is not None:
-            places = torch.arange(count, device="cpu").split(self.sizes)
-            rows = torch.cat([places[i] for i in index.tolist()]).to(self.data.device)
-            sizes = [self.sizes[i] for i in index.tolist()]
+        if self.cu_seqlens is not None:
+            starts, each = self.cu_seqlens[index.cpu()], self.cu_seqlens.diff()[index.cpu()]
+            shifts = (starts - each.cumsum(0) + each).repeat_interleave(each)
+            rows = (torch.arange(len(shifts), device="cpu") + shifts).to(self.data.device)
+            sizes = each.tolist()
         if self.lengths is not None:
             lengths = self.lengths[index]
         picked = self._map(lambda part: part[rows] if part.shape[:1] == (count,) else part)
