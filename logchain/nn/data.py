@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -98,7 +97,7 @@ class Sequences:
         batch_axes = None if event_axes is None and self.sizes is None else len(steps) - 1
         return replace(self, data=data, known=mask, covariates=covariates, lengths=ends, batch_axes=batch_axes)
 
-    @cached_property
+    @property
     def cu_seqlens(self) -> Tensor | None:
         """The offsets of packed sequences."""
         return None if self.sizes is None else torch.tensor([0, *accumulate(self.sizes)], device="cpu")
@@ -116,8 +115,9 @@ class Sequences:
     def __getitem__(self, index: Tensor) -> "Sequences":
         """The sequences at these places along the first axis."""
         count, sizes, lengths, rows = len(self.data), None, None, index
-        if self.cu_seqlens is not None:
-            starts, each = self.cu_seqlens[index.cpu()], self.cu_seqlens.diff()[index.cpu()]
+        offsets = self.cu_seqlens
+        if offsets is not None:
+            starts, each = offsets[index.cpu()], offsets.diff()[index.cpu()]
             shifts = (starts - each.cumsum(0) + each).repeat_interleave(each)
             rows = (torch.arange(len(shifts), device="cpu") + shifts).to(self.data.device)
             sizes = each.tolist()
