@@ -16,6 +16,7 @@ class ChainArguments(NamedTuple):
         p0: `[*B or less, c]`.
         log_params: whether `bulk` and `p0` are logarithms.
         lengths: the lengths of the sequences, where they differ.
+        cu_seqlens: the offsets of packed sequences, whose `x` is `[total, c]`.
     """
 
     x: Tensor
@@ -23,3 +24,4 @@ class ChainArguments(NamedTuple):
     p0: Tensor
     log_params: bool = False
     lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None

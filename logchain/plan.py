@@ -39,14 +39,15 @@ class Plan(NamedTuple):
 
 def plan(
     x: Tensor | Sequence[int], bulk: Tensor | Sequence[int] | Transition, p0: Tensor | Sequence[int], *,
-    log_params: bool = False, lengths: Lengths | None = None, strategy: choose.Strategy | str = "auto",
-    memory_budget: int | None = None, gradients: bool | None = None, dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    log_params: bool = False, lengths: Lengths | None = None, cu_seqlens: None = None,
+    strategy: choose.Strategy | str = "auto", memory_budget: int | None = None, gradients: bool | None = None,
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None,
 ) -> Plan:  # fmt: skip
     """Returns the `Plan` of `logchain.product` for operands or their shapes: its schedule, memory, and the reason.
 
     Operands are those of `product`, or their shapes `[*B, v, c]`, `[*B or ones, v-1 or 1, c, c]` and `[*B or ones, c]`;
     `bulk` may be a structure of `logchain.transitions`. Options are as in `product`; values of `lengths` do not matter.
+    Of packed sequences pass one of the batches of similar lengths in which they are computed, without `cu_seqlens`.
     `gradients`: whether a backward pass follows; by default, whether a tensor requires gradients. `dtype` and `device`
     of operands given as shapes are by default float32, and that of the tensors or the CPU; it need not exist here.
 
@@ -62,6 +63,8 @@ def plan(
     sequential: too short for segments
     about 880,000 bytes
     """
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens: expected None; pass the shapes of a batch of similar lengths")
     excluded, saved = {"a structure as bulk": isinstance(bulk, Transition)}, None
     name = choose.check_options(strategy, memory_budget, excluded)
     check_float_dtype("dtype", dtype)

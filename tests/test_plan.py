@@ -122,6 +122,7 @@ def test_budget_sets_how_far_apart_messages_are_kept():
 
 
 ERRORS = [
+    (ValueError, "cu_seqlens: expected None; pass the shapes of a batch", {"cu_seqlens": torch.tensor([0, 4])}),
     (TypeError, "memory_budget: expected a number of bytes or None, got 1.5", {"memory_budget": 1.5}),
     (TypeError, "gradients: expected True, False or None, got 1", {"gradients": 1}),
     (TypeError, "dtype: expected float32", {"dtype": torch.int64}),

@@ -17,10 +17,11 @@ from .emissions import (
     Poisson,
 )
 from .fitting import Fit, fit
-from .hmm import HMM, Sample
+from .hmm import HMM, FilteredStates, Forecast, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
+from .priors import Dirichlet, Gamma, NormalInverseWishart
 from .semi_markov_crf import SemiMarkovCRF
 from .transitions import Transitions
 
@@ -34,21 +35,26 @@ __all__ = [
     "Completion",
     "DegenerateError",
     "DegenerateWarning",
+    "Dirichlet",
     "Distribution",
     "Durations",
-    "Fit",
-    "Gaussian",
     "Emission",
+    "FilteredStates",
+    "Fit",
+    "Forecast",
+    "Gamma",
+    "Gaussian",
     "LinearChainCRF",
     "LogWeights",
     "Mixture",
+    "NormalInverseWishart",
     "Poisson",
     "Sample",
     "SemiMarkovCRF",
     "SumLayer",
     "TagConstraints",
-    "bio_constraints",
     "Transitions",
+    "bio_constraints",
     "em_step",
     "fit",
 ]

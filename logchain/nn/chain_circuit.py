@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, check_is_tensor
+from ..arguments import Lengths
 from ..chain_arguments import ChainArguments
 from ..matmul import matmul
 from ..product import product
@@ -14,6 +14,7 @@ from ..transitions import Transition
 from ..viterbi import viterbi
 from .chain_model import ChainModel
 from .checks import check_count, check_last_axes
+from .data import Sequences
 from .emissions.emission import Emission
 from .emissions.named import named
 from .log_weights import LogWeights
@@ -145,7 +146,7 @@ class ChainCircuit(ChainModel):
         Returns:
             `x` `[*B, t, v, c]` in nats, `bulk` `[t, v-1, c, c]` and `p0` `[t, c]` as probabilities.
         """
-        data, known, _ = self._observations(data, observed, lengths)
+        data, known = self._observations(self._sequences(data, observed, lengths))
         return ChainArguments(self.input(data, known), *self._weights())
 
     def log_prob(self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None) -> Tensor:
@@ -317,7 +318,7 @@ class ChainCircuit(ChainModel):
     def _known(self, data: Tensor, observed: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
         """Data with fillers where nothing is observed, and a mask of their shape, True where observed."""
         axis = -2 - len(self.input.event)
-        data, known, _ = self._observations(data, observed, lengths)
+        data, known = self._observations(self._sequences(data, observed, lengths))
         filled, known = self.input.known(data, known)
         known = torch.ones_like(filled, dtype=torch.bool) if known is None else known
         return filled.squeeze(axis), known.squeeze(axis)
@@ -328,16 +329,15 @@ class ChainCircuit(ChainModel):
     def _event_axes(self) -> int:
         return len(self.input.event)
 
-    def _observations(
-        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _observations(self, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         """Data and mask, checked, with an axis of size 1 for the repetitions."""
-        check_is_tensor("data", data)
+        data, known = sequences.data, sequences.known
         wanted = (self.units[1], *self.input.event)
+        if sequences.sizes is not None:
+            raise ValueError(f"data: expected [*B, {', '.join(map(str, wanted))}], got several sequences; pad them")
         check_last_axes("data", data, wanted)
-        data, known, ends = super()._observations(data, observed, lengths)
         axis = -1 - len(wanted)
-        return data.unsqueeze(axis), None if known is None else known.unsqueeze(axis), ends
+        return data.unsqueeze(axis), None if known is None else known.unsqueeze(axis)
 
     def _draw(self, chain: ChainArguments, num_samples: int, generator: torch.Generator | None) -> Tensor:
         check_count("num_samples", num_samples)

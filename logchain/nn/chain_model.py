@@ -1,17 +1,16 @@
-"""The base class of models of sequences along a chain of hidden states: arguments, initialization and fits."""
+"""The base class of models of sequences along a chain of hidden states: data, initialization and fits."""
 
 from collections.abc import Callable
 from typing import Any, Literal
+from warnings import warn
 
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_dense, check_is_tensor, tensor_of
-from .checks import check_mask, mask_of
+from .data import Data, Ends, Rows, Sequences
 from .emissions.emission import Emission
 from .fitting import Fit, Optimizer, fit, frozen
 from .log_weights import LogWeights
-from .parameters import fill, over
 
 
 class ChainModel(torch.nn.Module):
@@ -23,11 +22,12 @@ class ChainModel(torch.nn.Module):
     @torch.no_grad()
     def initialize(
         self,
-        data: Tensor,
-        observed: Tensor | None = None,
+        data: Data,
+        observed: Rows = None,
         *,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
         generator: torch.Generator | None = None,
     ) -> None:
         """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of the data.
@@ -45,16 +45,20 @@ class ChainModel(torch.nn.Module):
                 if isinstance(part, LogWeights) and part not in of_emission:
                     part.reset_parameters(generator)
             if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
-                data, known, _ = self._observations(data, observed, lengths)
-                emission.initialize(data, known, generator=generator)
+                sequences = self._sequences(data, observed, lengths, covariates, states)
+                options: dict[str, Any] = {}
+                if takes_covariates(emission):
+                    options["covariates"] = sequences.covariates
+                emission.initialize(*self._observations(sequences), generator=generator, **options)
 
     def fit(
         self,
-        data: Tensor,
+        data: Data,
         *,
-        observed: Tensor | None = None,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
+        observed: Rows = None,
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
         method: Literal["em", "gradient"] = "em",
         max_iterations: int = 100,
         tolerance: float = 1e-2,
@@ -67,11 +71,14 @@ class ChainModel(torch.nn.Module):
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
-        `observed`, `lengths` and, of an `HMM`, `covariates` are those of the class, the other options those of
-        `logchain.nn.fit`. By default the parameters are initialized first; `restarts=0` starts from the present ones.
+        Data and what belongs to them are those of the class, the other options those of `logchain.nn.fit`. By default
+        the parameters are initialized first; `restarts=0` starts from the present ones.
 
         Returns:
             A `Fit`; its `str` is a short report.
+
+        Warns:
+            UserWarning: there are several sequences of one step each, which hold nothing about transitions.
 
         >>> from logchain.nn import HMM
         >>> hmm = HMM(2, "poisson")
@@ -83,12 +90,19 @@ class ChainModel(torch.nn.Module):
         """
         if method == "em" and self.stationary:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
-        conditions = {"observed": observed, "lengths": lengths, "covariates": covariates}
-        data, conditions = self._in_batch(data, {name: part for name, part in conditions.items() if part is not None})
+        sequences = self._sequences(data, observed, lengths, covariates, states).with_batch()
+        if sequences.has_one_step_each:
+            remedy = (
+                "for one sequence of vectors, pass an emission with their size, such as Gaussian(2, num_features=1)"
+            )
+            warn(
+                f"data: {len(sequences)} sequences of one step each hold nothing about transitions; {remedy}, "
+                "and for one of numbers data of shape [v]",
+                stacklevel=2,
+            )
         return fit(
             self,
-            data,
-            conditions=conditions,
+            sequences,
             method=method,
             max_iterations=max_iterations,
             tolerance=tolerance,
@@ -108,53 +122,21 @@ class ChainModel(torch.nn.Module):
         """Number of axes of the data after that of the steps; None if it is not known."""
         raise NotImplementedError
 
-    def _observations(
-        self, data: Tensor, observed: Tensor | None, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Data with 0 where nothing is observed, the mask of observed entries, None if all are, and the lengths `[*B]`.
+    def _observations(self, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
+        """Data and mask as the emission takes them."""
+        return sequences.data, sequences.known
 
-        The mask ends with each sequence. If the number of axes of an event is known, it has the shape of the data,
-        otherwise that of `observed` or `[*B, v]`.
-        """
-        check_is_tensor("data", data)
-        check_dense("data", data)
-        event_axes = self._event_axes()
-        if event_axes is not None:
-            steps = data.shape[: max(data.dim() - event_axes, 0)]  # (*B, v)
-        else:
-            steps = data.shape[: 1 + (0 if lengths is None else tensor_of(lengths).dim())]
-        if not steps:
-            raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes)}], got {list(data.shape)}")
-        known, ends = observed, None
-        if observed is not None and event_axes is not None:
-            known = mask_of(observed, data.shape, steps)
-        elif observed is not None:
-            # the shape of the mask says how many axes of the data are those of an event
-            check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
-            steps = observed.shape
-        if lengths is not None:
-            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
-            inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
-            known = inside if known is None else known & over(inside, known.shape)
-        if known is None:
-            return data, None, ends
-        # entries that are not observed may be outside the emission's support
-        return fill(data, known), known if event_axes is None else over(known, data.shape), ends
+    def _sequences(
+        self, data: Any, observed: Rows = None, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Sequences:
+        """The checked arguments of a method, or those that were checked before."""
+        if isinstance(data, Sequences):
+            return data
+        arguments = {"data": data, "observed": observed, "covariates": covariates, "states": states}
+        like = next(self.parameters(), torch.empty(0, device="cpu"))
+        return Sequences.of(arguments, lengths, self._event_axes(), like)
 
-    def _in_batch(self, data: Tensor, conditions: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Data and conditions with a batch axis: one is added to a single sequence, if the axes of an event are known.
 
-        Conditions of another kind are refused by `log_prob`.
-        """
-        check_is_tensor("data", data)
-        event_axes = self._event_axes()
-        if "observed" in conditions and event_axes is not None:
-            conditions["observed"] = mask_of(conditions["observed"], data.shape, data.shape[: data.dim() - event_axes])
-        if "lengths" in conditions:
-            conditions["lengths"] = tensor_of(conditions["lengths"])
-        if event_axes is None or data.dim() != 1 + event_axes:
-            return data, conditions
-        if "lengths" in conditions:
-            as_lengths(conditions["lengths"], data.new_empty(()).expand(data.shape[0], 1), given=("data", data))
-        parts = {name: part[None] if isinstance(part, Tensor) else part for name, part in conditions.items()}
-        return data[None], parts
+def takes_covariates(module: torch.nn.Module) -> bool:
+    """Whether a module is called with the keyword `covariates`."""
+    return bool(getattr(module, "takes_covariates", False))

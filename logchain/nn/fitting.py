@@ -13,6 +13,7 @@ from torch import Tensor
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
+from .data import Sequences
 from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step, trained_parts
 
@@ -56,7 +57,7 @@ class Fit(NamedTuple):
 
 def fit(
     model: torch.nn.Module,
-    data: Tensor,
+    data: Tensor | Sequences,
     *,
     conditions: Mapping[str, Any] | None = None,
     method: Literal["em", "gradient"] = "em",
@@ -180,7 +181,7 @@ class _Run(NamedTuple):
     """The options of a fit that are the same for all starts."""
 
     model: Any
-    data: Tensor
+    data: Tensor | Sequences
     conditions: dict[str, Any]
     method: str
     batch_size: int | None
@@ -193,6 +194,11 @@ class _Run(NamedTuple):
         """Whether the parameters change after each batch."""
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
 
+    @property
+    def values(self) -> Tensor:
+        """The tensor of the data."""
+        return self.data.data if isinstance(self.data, Sequences) else self.data
+
     def batches(self) -> Iterator[Callable[[], Tensor]]:
         """A function for each batch that computes its log-likelihood."""
         n = len(self.data)
@@ -204,11 +210,11 @@ class _Run(NamedTuple):
         if self.moving:
             where = "cpu" if self.generator is None else self.generator.device
             order = torch.randperm(n, generator=self.generator, device=where)
-        for rows in order.to(self.data.device).split(size):
+        for rows in order.to(self.values.device).split(size):
             conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
             yield partial(self.total, self.data[rows], conditions)
 
-    def total(self, data: Tensor, conditions: dict[str, Any]) -> Tensor:
+    def total(self, data: Tensor | Sequences, conditions: dict[str, Any]) -> Tensor:
         """The log-likelihood of a batch, in float64."""
         log_likelihoods: Tensor = self.model.log_prob(data, **conditions)
         return log_likelihoods.double().sum()
@@ -216,9 +222,9 @@ class _Run(NamedTuple):
     def check(self) -> None:
         """Check the data and the options, and that they go together."""
         check_choice("method", self.method, ("em", "gradient"))
-        check_is_tensor("data", self.data)
-        check_has_values("data", self.data)
-        if not self.data.dim():
+        check_is_tensor("data", self.values)
+        check_has_values("data", self.values)
+        if not self.values.dim():
             raise ValueError("data: expected shape [n, ...], got []")
         if not len(self.data):
             raise ValueError("data: expected at least one sequence, got none")

@@ -1,25 +1,31 @@
 """Hidden Markov models with trained parameters."""
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from ..arguments import Lengths, check_choice, check_tensor
+from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
+from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
-from .chain_model import ChainModel
+from .chain_model import ChainModel, takes_covariates
 from .checks import check_count
-from .emissions.emission import Emission
-from .emissions.named import named
+from .data import Data, Ends, Rows, Sequences, as_tensor
+from .emissions import Bernoulli, Emission, Gaussian, Poisson
+from .hmm_reading import expected_data, mean_of, permute, permute_units
+from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
 from .log_weights import LogWeights
-from .parameters import arithmetic, fill, over
-from .stationary import stationary
+from .parameters import arithmetic, over
 from .transitions import Transitions
+
+_EMISSIONS: dict[str, Any] = {"gaussian": Gaussian, "poisson": Poisson, "bernoulli": Bernoulli}
 
 
 class Sample(NamedTuple):
@@ -34,50 +40,75 @@ class Sample(NamedTuple):
     data: Tensor
 
 
+class FilteredStates(NamedTuple):
+    """Results of `HMM.filter`, in the layout of the data.
+
+    Attributes:
+        states: `p(z_i | data_0, ..., data_i)` `[*B, v, c]`, 0 past the end and where the data are impossible.
+        log_likelihoods: `log p(data_i | data_0, ..., data_{i-1})` `[*B, v]` in nats, 0 past the end; their sum over
+            steps is the log-likelihood of the sequence.
+    """
+
+    states: Any
+    log_likelihoods: Any
+
+
+class Forecast(NamedTuple):
+    """Results of `HMM.forecast`, for the steps after the last one.
+
+    Attributes:
+        states: their probabilities `[*B, num_steps, c]`.
+        mean: that of the data `[*B, num_steps, *event]`; None if the distribution of the emission has none.
+    """
+
+    states: Tensor
+    mean: Tensor | None
+
+
 class HMM(ChainModel):
     r"""`p(data) = sum_z p(z_0) prod_i P_i(z_{i-1}, z_i) prod_i p(data_i | z_i)` over paths `z` of hidden states.
 
     Args:
         num_states: c.
-        emission: "categorical", "gaussian" or "poisson"; or an `Emission` with units `c`, or `(d, c)` for d
-            observations a step that are independent given the state; or any module that maps data `[*B, v, *event]` to
-            log-potentials `[*B, v, c]` (`lengths` then need all axes of B).
-        num_features: d, for a vector of d entries at each step; None for a number.
-        num_categories: number of categories, for "categorical".
-        covariance: "diagonal", "spherical", "full" or "tied", for "gaussian".
-        prior_scatter: what `fit` by expectation maximization adds to its sums for a "gaussian" emission, see
-            `Gaussian`; None is 0, as for the other priors.
-        prior_count: likewise, see `Gaussian`, `Categorical` and `Poisson`.
-        prior_means: likewise, see `Gaussian`.
-        prior_means_count: likewise, see `Gaussian`.
-        prior_total: likewise, see `Poisson`.
+        emission: an `Emission` with units `c`, or `(d, c)` for d observations per step that are independent given the
+            state; or "gaussian", "poisson" or "bernoulli" for numbers; or any module that maps data `[*B, v, *event]`
+            to log-potentials `[*B, v, c]` (`lengths` then need all axes of B).
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
-            transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
-        transition: `Transitions`, or `Durations` for a hidden semi-Markov model; or a module that maps covariates to
-            logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a structure of `logchain.transitions` whose
-            parameters are logarithms. By default `Transitions(num_states)`, one matrix for all steps.
-        num_steps: the largest v, for a trained matrix at each step.
-        generator: the source of randomness for the initial parameters.
+            transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`. Or a
+            module that returns their logarithms `[c]`, such as `LogWeights(c, prior=...)`.
+        transition: `Transitions`, such as `Transitions(c, lead=(v - 1,))` for a matrix at each step, or `Durations` for
+            a hidden semi-Markov model; or a module that maps covariates to logits `[*B or ones, v-1 or 1, c, c]`
+            (`[from, to]`), or to a structure of `logchain.transitions` whose parameters are logarithms. By default
+            `Transitions(num_states)`, one matrix for all steps.
+        generator: the source of randomness for the initial parameters that are not of modules passed.
 
-    The methods take data `[*B, v, *event]`, such as `[n, v]` or `[v]`, and
+    The methods take data as a tensor, a numpy array, or a list of these:
+        data: `[*B, v, *event]`, such as `[n, v]` or `[v]`; a list of sequences `[v_i, *event]`; or concatenated
+            sequences `[total, *event]` with `lengths` `[n]`. The latter two are packed, never padded. What methods
+            return for each step has the layout of the data: a list for a list, `[total, ...]` for concatenated ones.
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
             `Emission`, so are NaN entries of the data, and `[v]` serves all sequences.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps after the end have no influence.
-        covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
+            Those of concatenated sequences have the sum `total`.
+        covariates: one row for each step, `[*B, v, ...]`, or 1 in the place of v or of axes of B. Row i drives the
+            emission at step i, if the emission `takes_covariates`, and the transition into step i; row 0 drives none.
+            Transitions of packed sequences are called with all rows `[total, ...]`, for `[total or 1, c, c]`.
+        states: integers `[*B, v]`, the states that are known, and -1 elsewhere.
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: a choice is unknown, the emission has no such option, or sizes do not go together.
+        ValueError: a choice is unknown, or sizes or values do not go together.
 
     Cost: that of the emission and of `logchain.product`.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989).
 
-    >>> hmm = HMM(2, "categorical", num_categories=2)
+    >>> from logchain.nn import Categorical
+    >>> hmm = HMM(2, Categorical(2, 2))
     >>> hmm.initial.set(torch.tensor([0.5, 0.5]))
     >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
     >>> hmm.emission.weights.set(torch.tensor([[0.5, 0.25], [0.5, 0.75]]))  # [data, state]
-    >>> hmm.log_prob(torch.tensor([[0, 0, 1], [0, 1, 1]]), lengths=[3, 1]).exp()
+    >>> hmm.log_prob([torch.tensor([0, 0, 1]), torch.tensor([0])]).exp()
     tensor([0.0875, 0.3750], grad_fn=<ExpBackward0>)
     """
 
@@ -86,113 +117,104 @@ class HMM(ChainModel):
         num_states: int,
         emission: str | torch.nn.Module,
         *,
-        num_features: int | None = None,
-        num_categories: int | None = None,
-        covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal",
-        prior_scatter: float | Tensor | None = None,
-        prior_count: float | Tensor | None = None,
-        prior_means: float | Tensor | None = None,
-        prior_means_count: float | Tensor | None = None,
-        prior_total: float | Tensor | None = None,
-        initial: Literal["free", "stationary"] = "free",
+        initial: Literal["free", "stationary"] | torch.nn.Module = "free",
         transition: torch.nn.Module | None = None,
-        num_steps: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        check_choice("initial", initial, ("free", "stationary"))
-        if num_steps is not None:
-            check_count("num_steps", num_steps)
-            if initial == "stationary":
-                raise ValueError("initial: expected 'free' where each step has a separate matrix, got 'stationary'")
-            if transition is not None:
-                raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
-        if not isinstance(transition, torch.nn.Module | None):
-            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
-        self.num_states, self.num_steps, self.stationary = num_states, num_steps, initial == "stationary"
-        self.initial = LogWeights(num_states, generator=generator) if initial == "free" else None
+        words = {"emission": tuple(_EMISSIONS), "initial": ("free", "stationary"), "transition": (None,)}
+        for name, value in (
+            ("emission", emission),
+            ("initial", initial),
+            ("transition", transition or torch.nn.Module()),
+        ):
+            if not isinstance(value, torch.nn.Module) and value not in words[name]:
+                kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
+                expected = " or ".join([*map(repr, words[name]), "a torch.nn.Module"])
+                raise kind(f"{name}: expected {expected}, got {got}")
+        self.num_states, self.stationary = num_states, initial == "stationary"
+        free = LogWeights(num_states, generator=generator) if initial == "free" else None
+        self.initial = initial if isinstance(initial, torch.nn.Module) else free
         if transition is None:
-            lead = () if num_steps is None else (max(num_steps - 1, 1),)
-            transition = Transitions(num_states, lead=lead, generator=generator)
-        self.transition: torch.nn.Module = transition
-        options = {
-            "num_features": num_features,
-            "num_categories": num_categories,
-            "covariance": None if covariance == "diagonal" else covariance,
-            "prior_scatter": prior_scatter,
-            "prior_count": prior_count,
-            "prior_means": prior_means,
-            "prior_means_count": prior_means_count,
-            "prior_total": prior_total,
-        }
-        names = "categorical", "gaussian", "poisson"
-        self.emission = named("emission", emission, names, (num_states,), options, generator)
-        if isinstance(self.emission, Emission):
-            units = self.emission.units
-            if units[-1] != num_states or len(units) > 2:
-                raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
+            transition = Transitions(num_states, generator=generator)
+        self.transition = transition
+        module = _EMISSIONS[emission](num_states, generator=generator) if isinstance(emission, str) else emission
+        self.emission: torch.nn.Module = module
+        units = self.emission.units if isinstance(self.emission, Emission) else (num_states,)
+        if units[-1] != num_states or len(units) > 2:
+            raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
+
+    @property
+    def transition_matrix(self) -> Tensor:
+        """The probabilities `[c, c]` of transitions, `[from, to]`, or `[v-1, c, c]` where they differ by steps.
+
+        They have no gradients. With `Durations`, they are those with which segments follow each other.
+
+        >>> HMM(1, "poisson").transition_matrix
+        tensor([[1.]])
+        """
+        logs = self._log_transitions(None)
+        if isinstance(logs, Transition):
+            logs = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
+        matrix = logs.detach().exp()
+        return matrix.squeeze(0) if matrix.dim() == 3 else matrix
+
+    @property
+    def initial_probabilities(self) -> Tensor:
+        """The probabilities `[c]` of the first state, without gradients."""
+        start = stationary_start(self._log_transitions(None)) if self.initial is None else self.initial().exp()
+        return start.detach()
 
     def arguments(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
     ) -> ChainArguments:
         """The chain of the data, for functions such as `logchain.entropy`.
 
         Returns:
-            `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
-            With `Durations`, states count steps: state s with r more steps is number `s D + r`.
+            `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths;
+            of packed sequences `x` `[total, c]` and `cu_seqlens`. With `Durations`, states count steps: state s with r
+            more steps is number `s D + r`.
 
         >>> from logchain import entropy
         >>> hmm = HMM(2, "poisson")
         >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
         torch.Size([1])
         """
-        data, known, ends = self._observations(data, observed, lengths)
-        x = self._potentials(data, known, "lengths" if observed is None else "observed")
-        if not x.shape[-2]:
-            raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
-        return self._chain(x, self._transitions(x.shape[:-2], x.shape[-2], ends, covariates), ends)
+        return self._chain_of(data, observed, lengths, covariates, states)[1]
 
     def log_prob(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
     ) -> Tensor:
-        """`log p(data)` of each sequence.
+        """`log p(data)` of each sequence, or `log p(data, states)` of the states that are known.
 
         Returns:
-            `[*B]` in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for impossible data.
+            `[*B]`, packed `[n]`, in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for
+            impossible data.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
         torch.Size([2])
         """
-        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
-        return product(**chain._asdict())
+        return product(**self._chain_of(data, observed, lengths, covariates, states)[1]._asdict())
 
     # wrappers such as DistributedDataParallel call `forward`
     forward = log_prob
 
     def posterior(
         self,
-        data: Tensor,
-        observed: Tensor | None = None,
+        data: Data,
+        observed: Rows = None,
         *,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
         transitions: Literal["sum", "full"] | None = None,
     ) -> Marginals:
         """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
-        `transitions` is None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
+        `transitions` is None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`;
+        of packed sequences `[total, c, c]`, those into each step, or a list of `[v_i - 1, c, c]`.
         With `Durations` those are of moves between segments, and of the durations of all segments but the first.
 
         Returns:
@@ -209,19 +231,18 @@ class HMM(ChainModel):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
-        posterior = marginals(**chain._asdict(), transitions=transitions)
-        if not isinstance(chain.bulk, Duration):
-            return posterior
-        return posterior._replace(states=posterior.states.unflatten(-1, (self.num_states, -1)).sum(-1))
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        result = self._posterior(chain, transitions)
+        moves: Any = result.transitions
+        if transitions == "full" and sequences.is_list and chain.cu_seqlens is not None:
+            # no transition leads into a first row
+            steps = [(first + 1, end) for first, end in pairwise(chain.cu_seqlens.tolist())]
+            dense = isinstance(moves, Tensor)
+            moves = [moves[first:end] if dense else moves.between(first, end) for first, end in steps]
+        return result._replace(states=sequences.in_layout(result.states), transitions=moves)
 
     def decode(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
     ) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
@@ -233,24 +254,140 @@ class HMM(ChainModel):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         path = viterbi(**chain._asdict())
-        return path._replace(states=self._states(path.states, chain))
+        return path._replace(states=sequences.in_layout(self._of_steps(path.states, chain)))
 
+    @torch.no_grad()
+    def filter(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> FilteredStates:
+        """The posterior of each state given the data up to it, and the log-likelihood of each step given the past.
+
+        Returns:
+            `FilteredStates(states [*B, v, c], log_likelihoods [*B, v])`, without gradients.
+
+        Cost: that of `logchain.forward_backward` in float64, which loses no digits of the log-likelihoods.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> data = torch.tensor([0, 1, 48])
+        >>> filtered = hmm.filter(data)
+        >>> filtered.states[0].round()
+        tensor([1., 0.])
+        >>> torch.isclose(filtered.log_likelihoods.sum(), hmm.log_prob(data))
+        tensor(True)
+        """
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
+        totals = forward.logsumexp(-1)  # log p(data up to each step)
+        before = totals.roll(1, -1)
+        before[..., 0 if chain.cu_seqlens is None else chain.cu_seqlens[:-1]] = 0
+        impossible = totals == -torch.inf  # or past the end
+        steps = torch.where(impossible, totals, totals - before)
+        if chain.lengths is not None:
+            past = torch.arange(steps.shape[-1], device=steps.device) >= chain.lengths[..., None]
+            steps = steps.masked_fill(past, 0)
+        posterior = self._of_states((forward - totals[..., None]).exp()).masked_fill(impossible[..., None], 0)
+        dtype = chain.x.dtype
+        return FilteredStates(sequences.in_layout(posterior.to(dtype)), sequences.in_layout(steps.to(dtype)))
+
+    @torch.no_grad()
+    def forecast(
+        self,
+        data: Data,
+        num_steps: int,
+        observed: Rows = None,
+        *,
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
+        future_covariates: Rows = None,
+    ) -> Forecast:
+        """The probabilities of the states at the steps after the last one, and the mean of the data there.
+
+        `num_steps` is the number k of further steps, `future_covariates` `[*B, k, ...]`, packed `[n, k, ...]`, are
+        their covariates, a tensor or an array.
+
+        Returns:
+            `Forecast(states [*B, k, c], mean [*B, k, *event])`, packed `[n, k, ...]`, without gradients.
+
+        Raises:
+            ValueError: there are trained matrices for each step, which say nothing about further steps.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> forecast = hmm.forecast(torch.tensor([0, 1, 48]), 2)
+        >>> forecast.states.round(decimals=2), forecast.mean.round(decimals=1)
+        (tensor([[0.1000, 0.9000],
+                [0.1800, 0.8200]]), tensor([45.1000, 41.2000]))
+        """
+        check_count("num_steps", num_steps)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        future = None
+        if future_covariates is not None:
+            future = as_tensor("future_covariates", future_covariates, chain.x, cast=True)
+        elif covariates is not None:
+            raise ValueError(f"future_covariates: expected those of {num_steps} steps after the covariates, got None")
+        bulk = self._log_transitions(future)
+        matrices = (bulk.to_dense(log_params=True) if isinstance(bulk, Transition) else bulk).exp()
+        matrices = matrices if matrices.dim() > 2 else matrices[None]  # (*B or less, k or 1, c, c)
+        if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
+            expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
+            raise ValueError(f"transition: expected {expected}, got {list(matrices.shape)}")
+        shares = sequences.last(marginals(**chain._asdict()).states)  # (*B, c)
+        steps = []
+        for matrix in matrices.expand(*matrices.shape[:-3], num_steps, -1, -1).unbind(-3):
+            shares = (shares[..., None, :].to(matrix) @ matrix)[..., 0, :]
+            steps.append(shares)
+        result = self._of_states(torch.stack(steps, -2))
+        return Forecast(result, mean_of(self.emission, result, future))
+
+    @torch.no_grad()
+    def impute(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Any:
+        """The data, with what is missing replaced by its expectation conditional on all that is observed.
+
+        Where data have finitely many values, such as categories, it is replaced by the most probable one.
+
+        Returns:
+            The data in their layout, 0 past the end.
+
+        Raises:
+            NotImplementedError: the emission has no means, or none conditional on a part of a vector.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0]))
+        tensor([0., 1., 2.])
+        """
+        emission = self._known_emission("impute from")
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        values, known = emission.known(sequences.data, sequences.known)
+        if known is None:
+            return sequences.in_layout(values)
+        best = expected_data(emission, values, known, self._posterior(chain).states, sequences.covariates)
+        return sequences.in_layout(torch.where(known, values, best))
+
+    @torch.no_grad()
     def sample_posterior(
         self,
-        data: Tensor,
+        data: Data,
         num_samples: int,
-        observed: Tensor | None = None,
+        observed: Rows = None,
         *,
-        lengths: Lengths | None = None,
-        covariates: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
+        generator: Generator | None = None,
+    ) -> Any:
         """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
         Returns:
-            int64 `[num_samples, *B, v]`, -1 after a sequence's end.
+            int64 `[num_samples, *B, v]`, -1 after a sequence's end; packed `[num_samples, total]`.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
@@ -258,131 +395,78 @@ class HMM(ChainModel):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        chain = self.arguments(data, observed, lengths=lengths, covariates=covariates)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
-        return self._states(paths, chain)
+        return sequences.in_layout(self._of_steps(paths, chain), 1)
 
     @torch.no_grad()
     def sample(
-        self,
-        num_samples: int,
-        num_steps: int,
-        *,
-        covariates: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, num_samples: int, num_steps: int, *, covariates: Tensor | None = None, generator: Generator | None = None
     ) -> Sample:
         """Independent draws of states and data from the model, whose emission has to be an `Emission`.
 
         Args:
             num_samples: the number of sequences.
             num_steps: v, the length of each.
-            covariates: the argument of `transition`.
+            covariates: as for all methods, `[*B, v, k]`.
             generator: the source of randomness.
 
         Returns:
-            `Sample(states, data)`: int64 `[num_samples, v]` and `[num_samples, v, *event]`.
+            `Sample(states, data)`: int64 `[num_samples, *B, v]` and `[num_samples, *B, v, *event]`.
 
         Raises:
             TypeError: the emission is no `Emission`, or a number is no integer.
             ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
                 not `right_censored` do not sum to `num_steps`.
 
-        >>> draws = HMM(2, "gaussian", num_features=3).sample(4, 5)
+        >>> draws = HMM(2, Gaussian(2, num_features=3)).sample(4, 5)
         >>> draws.states.shape, draws.data.shape
         (torch.Size([4, 5]), torch.Size([4, 5, 3]))
         """
-        emission = self.emission
-        if not isinstance(emission, Emission):
-            raise TypeError(f"emission: expected an Emission to sample from, got {type(emission).__name__}")
+        emission = self._known_emission("sample from")
         check_count("num_steps", num_steps)
-        if self.num_steps is not None and num_steps > self.num_steps:
-            raise ValueError(f"num_steps: expected at most {self.num_steps} steps, got {num_steps}")
-        bulk = self._transitions(None, num_steps, None, covariates)
-        lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
-        potentials = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
-        chain = self._chain(potentials, bulk, None)
-        states = self._states(draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator), chain)
+        batch = () if covariates is None else covariates.shape[:-2]
+        bulk = self._transitions(batch, num_steps, covariates, None)
+        potentials = torch.zeros(*batch, num_steps, self.num_states, device=bulk.device)
+        chain = self._chain(potentials, bulk, None, None)
+        paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
+        states = self._of_steps(paths, chain)
         if not getattr(self.transition, "right_censored", True) and bool((states < 0).any()):
             expected = "a sum of possible durations, since no segment may go on after the last step"
             raise ValueError(f"num_steps: expected {expected}, got {num_steps}")
-        of_each = over(states, states.shape + emission.units[:-1])
-        return Sample(states, emission.draw(of_each, generator))
+        options = {"covariates": covariates} if takes_covariates(emission) else {}
+        return Sample(states, emission.draw(over(states, states.shape + emission.units[:-1]), generator, **options))
 
-    def _emission(self) -> torch.nn.Module:
-        return self.emission
+    @torch.no_grad()
+    def sort_states(self, by: Tensor | Callable[["HMM"], Tensor]) -> None:
+        """Number the states again, in place, in the order of rising values of `by`.
 
-    def _event_axes(self) -> int | None:
-        layer = self.emission
-        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
+        Args:
+            by: numbers `[c]`, or a function of the model that returns them.
 
-    def _potentials(self, data: Tensor, known: Tensor | None, mask: str) -> Tensor:
-        """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed; `mask` is the name in errors."""
-        if isinstance(self.emission, Emission):
-            x: Tensor = self.emission(data, known)  # (*B, v, *U, c)
-            return x.sum(-2) if len(self.emission.units) > 1 else x
-        x = self.emission(data)
-        check_tensor("emission", x, 2)
-        if x.shape[-1] != self.num_states:
-            raise ValueError(f"emission: expected log-potentials [..., v, {self.num_states}], got {list(x.shape)}")
-        if known is None:
-            return x
-        if x.shape[:-1] != known.shape:
-            expected = "those of" if mask == "lengths" else "shape"
-            expected += f" {list(x.shape[:-1])}, the steps that the emission module makes of the data"
-            raise ValueError(f"{mask}: expected {expected}, got {list(known.shape)}")
-        return torch.where(known[..., None], x, 0)
+        Raises:
+            TypeError: transitions are not dense or depend on covariates, or a part is a user's module.
+            ValueError: there are not c numbers, or priors do not say which of their axes is that of the states.
 
-    def _chain(self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None) -> ChainArguments:
-        """The chain of log-potentials of the c states; with durations, of the states that count steps."""
-        if self.initial is None:
-            weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
-            return ChainArguments(x, weights, _stationary_start(bulk).to(bulk.dtype), False, ends)
-        if isinstance(bulk, Duration):
-            censored: bool = getattr(self.transition, "right_censored", True)
-            return bulk.arguments(x, self.initial(), log_params=True, lengths=ends, right_censored=censored)
-        return ChainArguments(x, bulk, self.initial(), True, ends)
-
-    def _states(self, paths: Tensor, chain: ChainArguments) -> Tensor:
-        """The states of the model on paths of a chain that may count steps; -1 stays."""
-        counted = chain.x.shape[-1] // self.num_states
-        return paths // counted if counted > 1 else paths
-
-    def _transitions(
-        self, batch: torch.Size | None, v: int, ends: Tensor | None, covariates: Tensor | None
-    ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, or such a structure, for a batch B, or for any if None."""
-        bulk: Tensor | Transition
-        if isinstance(self.transition, LogWeights | Transitions):
-            if covariates is not None:
-                raise ValueError("covariates: expected None without a transition module")
-            if self.num_steps is not None and v > self.num_steps:
-                raise ValueError(f"data: expected at most {self.num_steps} steps, got {v}")
-            bulk = self.transition()
-            if self.num_steps is not None and isinstance(bulk, Tensor):
-                bulk = bulk[: v - 1]
-        else:
-            if (
-                covariates is not None
-                and ends is not None
-                and covariates.shape[: ends.dim() + 1] == (*ends.shape, v - 1)
-            ):
-                covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
-            bulk = self.transition(covariates)
-            if not isinstance(bulk, Transition):
-                check_tensor("transition", bulk, 3)
-                bulk = torch.log_softmax(arithmetic(bulk), -1)
-        shape = (*bulk.lead, bulk.states, bulk.states) if isinstance(bulk, Transition) else tuple(bulk.shape)
-        if isinstance(bulk, Duration):
-            if self.initial is None:
-                raise ValueError("initial: expected 'free' with durations, got 'stationary'")
-            shape = tuple(bulk.matrix.shape)
-        lead, steps = shape[:-3], shape[-3:-2]
-        batch = torch.Size(lead) if batch is None else batch
-        fits = len(lead) <= len(batch) and all(a in (1, b) for a, b in zip(lead[::-1], batch[::-1], strict=False))
-        if not fits or steps not in ((), (1,), (v - 1,)) or shape[-2:] != (self.num_states,) * 2:
-            expected = f"[{', '.join(map(str, (*batch, v - 1, *(self.num_states,) * 2)))}], or 1 for batch and steps"
-            raise ValueError(f"transition: expected shape {expected}, got {list(shape)}")
-        return bulk
+        >>> hmm = HMM(2, "gaussian")
+        >>> hmm.emission.set(torch.tensor([5.0, 1.0]), torch.ones(2))
+        >>> hmm.sort_states(by=lambda hmm: hmm.emission.means)
+        >>> hmm.emission.means.detach()
+        tensor([1., 5.])
+        """
+        emission = self._known_emission("sort states")
+        numbers = by(self) if callable(by) else by
+        if numbers.shape != (self.num_states,):
+            raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
+        if not (self._is_trained and isinstance(self._log_transitions(None), Tensor)):
+            raise TypeError(f"transition: expected a dense matrix that is trained, got {self.transition}")
+        if not isinstance(self.initial, LogWeights | None):
+            raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
+        order = torch.argsort(numbers, stable=True)
+        permute_units(emission, order)
+        for part, axes in ((self.initial, (-1,)), (self.transition, (-1, -2))):
+            for tensor in () if part is None else (*part.parameters(), *part.buffers()):
+                permute(tensor, order, *axes)
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
@@ -412,12 +496,83 @@ class HMM(ChainModel):
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
 
+    def _emission(self) -> torch.nn.Module:
+        return self.emission
 
-def _stationary_start(logs: Tensor | Transition) -> Tensor:
-    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
-    lead = logs.lead if isinstance(logs, Transition) else logs.shape[:-2]
-    if lead and lead[-1] != 1:
-        raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
-    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
-    # probabilities: the logarithm of a state that is never visited would have no gradient
-    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
+    def _event_axes(self) -> int | None:
+        layer = self.emission
+        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
+
+    def _known_emission(self, purpose: str) -> Emission:
+        if not isinstance(self.emission, Emission):
+            raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
+        return self.emission
+
+    @property
+    def _is_trained(self) -> bool:
+        """Whether the transition is a module of trained probabilities, which takes no covariates."""
+        return isinstance(self.transition, LogWeights | Transitions)
+
+    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
+        """The checked arguments of a method, and their chain."""
+        sequences = self._sequences(*arguments)
+        x = potentials(self.emission, self.num_states, sequences)
+        if not x.shape[-2]:
+            raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(sequences.data.shape)}")
+        packed = sequences.cu_seqlens
+        batch = x.shape[:-2] if packed is None else ()
+        bulk = self._transitions(batch, x.shape[-2], sequences.covariates, packed)
+        return sequences, self._chain(x, bulk, sequences.lengths, packed)
+
+    def _chain(
+        self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None, packed: Tensor | None
+    ) -> ChainArguments:
+        """The chain of log-potentials of the c states; with durations, of the states that count steps."""
+        if self.initial is None:
+            if isinstance(bulk, Duration):
+                raise ValueError("initial: expected 'free' with durations, got 'stationary'")
+            weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
+            return ChainArguments(x, weights, stationary_start(bulk).to(bulk.dtype), False, ends, packed)
+        if isinstance(bulk, Duration):
+            censored: bool = getattr(self.transition, "right_censored", True)
+            return bulk.arguments(
+                x, self.initial(), log_params=True, lengths=ends, cu_seqlens=packed, right_censored=censored
+            )
+        return ChainArguments(x, bulk, self.initial(), True, ends, packed)
+
+    def _posterior(self, chain: ChainArguments, transitions: Literal["sum", "full"] | None = None) -> Marginals:
+        posterior = marginals(**chain._asdict(), transitions=transitions)
+        return posterior._replace(states=self._of_states(posterior.states))
+
+    def _of_states(self, values: Tensor) -> Tensor:
+        """Probabilities `[..., c]` of the states, from those of states that may count steps."""
+        return values.unflatten(-1, (self.num_states, -1)).sum(-1) if values.shape[-1] > self.num_states else values
+
+    def _of_steps(self, paths: Tensor, chain: ChainArguments) -> Tensor:
+        """The states on paths of states that may count steps; -1 stays."""
+        counted = chain.x.shape[-1] // self.num_states
+        return paths // counted if counted > 1 else paths
+
+    def _log_transitions(self, covariates: Tensor | None) -> Tensor | Transition:
+        if self._is_trained:
+            trained: Tensor | Transition = self.transition()
+            return trained
+        bulk: Tensor | Transition = self.transition(covariates)
+        if isinstance(bulk, Transition):
+            return bulk
+        check_tensor("transition", bulk, 3)
+        return torch.log_softmax(arithmetic(bulk), -1)
+
+    def _transitions(
+        self, batch: tuple[int, ...], v: int, covariates: Tensor | None, packed: Tensor | None
+    ) -> Tensor | Transition:
+        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure."""
+        if covariates is not None:
+            if self._is_trained and not takes_covariates(self.emission):
+                raise ValueError("covariates: expected None with a transition and an emission that take none")
+            covariates = into_steps(covariates, batch, v, packed)
+        bulk = self._log_transitions(covariates)
+        if self._is_trained:
+            bulk = first_steps(bulk, v, packed)
+        check_transitions(bulk, batch, v - 1 if packed is None else v, self.num_states)
+        return bulk

@@ -12,8 +12,6 @@ from .emissions.emission import Emission
 from .emissions.gaussian import Gaussian
 from .emissions.mixture import Mixture
 from .hmm import HMM
-from .log_weights import LogWeights
-from .transitions import Transitions
 
 
 def from_hmmlearn(model: Any) -> HMM:
@@ -24,9 +22,9 @@ def from_hmmlearn(model: Any) -> HMM:
     if not hasattr(model, "startprob_"):
         raise TypeError(f"model: expected a {kind} that is fitted, got one without startprob_")
     hmm = HMM(model.n_components, _READ[kind](model)).double()
-    assert isinstance(hmm.initial, LogWeights) and isinstance(hmm.transition, Transitions)
-    hmm.initial.set(_float64(model.startprob_))
-    hmm.transition.set(_float64(model.transmat_))
+    parts: Any = hmm
+    parts.initial.set(_float64(model.startprob_))
+    parts.transition.set(_float64(model.transmat_))
     return hmm
 
 

@@ -131,15 +131,14 @@ class Duration(Transition):
                 weights of the number of steps that remain of it.
             log_params: whether `matrix`, `durations`, `p0` and `first_durations` are logarithms.
             lengths: the lengths of the sequences, as in `logchain.product`.
-            cu_seqlens: the offsets of packed sequences, as in `logchain.product`, for x `[total, c]`. They are not
-                among the results: pass them to the function too.
+            cu_seqlens: the offsets of packed sequences, as in `logchain.product`, for x `[total, c]`.
             right_censored: whether the last segment may go on after the last step. Then a path includes its whole
                 duration, up to D. By default it ends at the last step.
 
         Returns:
             `ChainArguments` with x `[*B, v, c D]`, -inf at a sequence's last step where r > 0 unless `right_censored`,
-            the structure, p0 `[*B or ones, c D]` and `lengths`, int64 `[*B]`. Weights are logarithms, in float32 at
-            least, so that no product of p0 and durations underflows: `log_params` is True.
+            the structure, p0 `[*B or ones, c D]`, `lengths`, int64 `[*B]`, and `cu_seqlens`. Weights are logarithms, in
+            float32 at least, so that no product of p0 and durations underflows: `log_params` is True.
 
         Raises:
             TypeError: an argument is of the wrong kind.
@@ -190,7 +189,7 @@ class Duration(Transition):
                 unfinished = potentials.view(-1, c, longest)[..., 1:]
                 unfinished.index_fill_(0, last_rows(x, ends, cu_seqlens), -math.inf)
         weights = (start[..., None] + first).flatten(-2)
-        return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends)
+        return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends, cu_seqlens)
 
     def _check_signs(self, **weights: Tensor) -> None:
         """Raise on a CPU for one of these weights below 0, or in parameters that serve all steps."""

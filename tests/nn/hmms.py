@@ -10,7 +10,7 @@ import torch
 from torch import ones
 
 from logchain import transitions as structures
-from logchain.nn import HMM, Transitions
+from logchain.nn import HMM, Categorical, Gaussian, Poisson, Transitions
 from tests import oracle
 from tests.adapted import normal
 from tests.nn.emissions import array
@@ -30,9 +30,9 @@ def probabilities(weights):
     return np.exp(array(weights()))
 
 
-def random_hmm(emission="categorical", seed=0, **options):
-    if emission == "categorical":
-        options.setdefault("num_categories", 4)
+def random_hmm(emission=None, seed=0, **options):
+    """A model of four categories, unless an emission is passed."""
+    emission = Categorical(C, 4, generator=seeded(seed + 100)) if emission is None else emission
     return HMM(C, emission, generator=seeded(seed), **options).double()
 
 
@@ -69,7 +69,7 @@ class Ring(torch.nn.Module):
 
     @staticmethod
     def of_hmm(hmm, covariates):
-        stay = array(hmm.transition.stay(covariates))[..., None]
+        stay = array(hmm.transition.stay(covariates[:, 1:]))[..., None]
         return stay * np.eye(C) + (1 - stay) * np.roll(np.eye(C), 1, 1)
 
 
@@ -94,7 +94,8 @@ class Model(NamedTuple):
 
 
 def softmax_of(hmm, covariates):
-    return scipy.special.softmax(array(hmm.transition(covariates)), -1)
+    into = covariates[:, 1:] if covariates.shape[1] > 1 else covariates  # the first row drives no transition
+    return scipy.special.softmax(array(hmm.transition(into)), -1)
 
 
 ARCS = torch.tensor([[0, 3, 0, 1, 2, 3, 3], [2, 3, 0, 2, 1, 0, 1]])
@@ -121,7 +122,8 @@ def trained(kind, generator, **options):
 
 def structured_hmm(kind, initial="free", **options):
     transition = trained(kind, seeded(), **options)
-    hmm = HMM(4, "categorical", num_categories=4, initial=initial, transition=transition, generator=seeded(1))
+    emission = Categorical(4, 4, generator=seeded(2))
+    hmm = HMM(4, emission, initial=initial, transition=transition, generator=seeded(1))
     return hmm.double()
 
 
@@ -137,14 +139,16 @@ def structured(kind, **options):
 
 MODELS = {
     "categories": Model(),
-    "counts of two features": Model(lambda: random_hmm("poisson", num_features=2), lambda: categories(5, V, 2)),
-    "full covariances": Model(lambda: random_hmm("gaussian", num_features=2, covariance="full"), vectors),
+    "counts of two features": Model(
+        lambda: random_hmm(Poisson((2, C), generator=seeded())), lambda: categories(5, V, 2)
+    ),
+    "full covariances": Model(lambda: random_hmm(Gaussian(C, 2, "full")), vectors),
     "network": Model(lambda: random_hmm(network()), vectors),
-    "matrix per step": Model(lambda: random_hmm(num_steps=V)),
-    "covariates per step": Model(driven_hmm, bulk=softmax_of, covariates=normal(5, V - 1, 2)),
+    "matrix per step": Model(lambda: random_hmm(transition=Transitions(C, lead=(V - 1,), generator=seeded(3)))),
+    "covariates per step": Model(driven_hmm, bulk=softmax_of, covariates=normal(5, V, 2)),
     "covariates per sequence": Model(driven_hmm, bulk=softmax_of, covariates=normal(5, 1, 2)),
     "structure of covariates": Model(
-        lambda: random_hmm(transition=Ring()), bulk=Ring.of_hmm, covariates=normal(5, V - 1, 2)
+        lambda: random_hmm(transition=Ring()), bulk=Ring.of_hmm, covariates=normal(5, V, 2)
     ),
     "stationary start": Model(lambda: random_hmm(initial="stationary")),
     **{kind: structured(kind) for kind in STRUCTURES},

@@ -21,7 +21,12 @@ CENSORED = pytest.mark.parametrize("right_censored", [True, False], ids=["censor
 
 def semi_markov(family="free", num_states=C, longest=D, seed=0, **options):
     transition = Durations(num_states, longest, family, generator=seeded(seed), **options)
-    hmm = HMM(num_states, "categorical", num_categories=4, transition=transition, generator=seeded(seed + 1))
+    hmm = HMM(
+        num_states,
+        nn.Categorical(num_states, 4, generator=seeded(seed + 2)),
+        transition=transition,
+        generator=seeded(seed + 1),
+    )
     return hmm.double()
 
 
@@ -213,3 +218,31 @@ def test_module_may_return_durations_that_follow_covariates():
     torch.testing.assert_close(driven.log_prob(data, covariates=torch.tensor(0.0)), hmm.log_prob(data))
     lasting = driven.decode(data[0], covariates=torch.tensor(99.0)).states
     assert (lasting[:D] == lasting[0]).all()
+
+
+@CENSORED
+def test_packed_sequences_filter_and_forecast(right_censored):
+    hmm, data = semi_markov(right_censored=right_censored), categories(5, V)
+    parts = [row[:length] for row, length in zip(data, LENGTHS, strict=True)]
+    options = {"lengths": LENGTHS}
+    close(hmm.log_prob(parts), array(hmm.log_prob(data, **options)))
+    close(torch.cat(hmm.posterior(parts).states), array(torch.cat(padded_rows(hmm.posterior(data, **options).states))))
+    assert torch.equal(torch.cat(hmm.decode(parts).states), torch.cat(padded_rows(hmm.decode(data, **options).states)))
+    filtered = hmm.filter(parts)
+    close(torch.stack([part.sum() for part in filtered.log_likelihoods]), array(hmm.log_prob(data, **options)))
+    close(filtered.states[0][-1], array(hmm.posterior(data).states[0, -1]))
+    forecast = hmm.forecast(data, 2).states
+    if right_censored:
+        observed = (torch.arange(V + 2) < V).expand(5, -1)
+        longer = torch.nn.functional.pad(data, (0, 2))
+        close(forecast, array(hmm.posterior(longer, observed).states[:, V:]))
+    else:  # the last segment ends at the last step
+        structure = hmm.transition().map(torch.exp)
+        close(forecast[:, 0], array(hmm.posterior(data).states[:, -1] @ structure.matrix))
+    known = torch.full((5, V), -1)
+    known[:, 2] = 1
+    close(hmm.posterior(data, states=known).states[:, 2], [[0, 1, 0]] * 5)
+
+
+def padded_rows(values):
+    return [value[:length] for value, length in zip(values, LENGTHS, strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, LogWeights, fit
+from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, Gaussian, LogWeights, fit
 from tests.nn.hmms import F64, MODELS, V, array, categories, close, network, random_hmm, trained
 from tests.seeded import seeded
 
@@ -49,7 +49,7 @@ def numbers(**options):
     """A model of numbers, data of which some are missing, and lengths."""
     data, lengths = normal("diagonal", 20, 6), torch.randint(1, 7, (20,), generator=seeded())
     data[3, 2] = torch.nan
-    return random_hmm("gaussian", **options), data, {"lengths": lengths}
+    return random_hmm(Gaussian(3, generator=seeded()), **options), data, {"lengths": lengths}
 
 
 def forbidding_circuit():
@@ -67,7 +67,7 @@ def structured_circuit(kind):
 TRANSITIONS = ["banded", "sparse", "low rank and diagonal", "monarch"]
 FITTED = {
     "numbers": numbers,
-    "matrix per step": partial(numbers, num_steps=6),
+    "matrix per step": partial(numbers, transition=LogWeights(5, 3, 3, generator=seeded())),
     "forbidding circuit": forbidding_circuit,
     **{f"circuit, {kind}": partial(structured_circuit, kind) for kind in TRANSITIONS},
 }
@@ -97,7 +97,7 @@ def test_fit_never_lowers_the_likelihood_and_zeros_stay(name, method):
 
 
 def test_gradients_and_em_stop_at_the_same_maximum():
-    hmm, data = random_hmm(num_categories=3), torch.randint(3, (30, 12), generator=seeded())
+    hmm, data = random_hmm(Categorical(3, 3, generator=seeded(1))), torch.randint(3, (30, 12), generator=seeded())
     by_gradient = hmm.fit(data, restarts=0, method="gradient", tolerance=1e-9, max_iterations=200)
     assert by_gradient.converged
     assert by_gradient.log_likelihood > by_gradient.history[0] + 1
@@ -167,7 +167,7 @@ def test_degenerate_starts_are_skipped():
     (message,) = messages
     assert message.count("got 0 for unit [") == report.set_aside
     for dtype in (torch.bfloat16, torch.float32, F64):
-        model = HMM(4, "gaussian", prior_scatter=0.01).to(dtype)
+        model = HMM(4, Gaussian(4, prior_scatter=0.01)).to(dtype)
         assert fitted(model, data.to(dtype), generator=seeded(9), **options)[1] == []
 
 
@@ -184,15 +184,15 @@ def test_first_error_is_raised_where_every_start_is_degenerate():
 def test_constant_and_missing_data_are_fitted_with_a_prior(kind):
     data = torch.full_like(normal(kind, 9), 3.0).float()
     with pytest.raises(ValueError, match="expected at least two different observations .*, or prior_scatter, got one"):
-        HMM(2, "gaussian", **COVARIANCES[kind]).fit(data, restarts=3)
-    hmm = HMM(2, "gaussian", prior_scatter=0.9, prior_count=1.0, **COVARIANCES[kind])
+        HMM(2, Gaussian(2, **COVARIANCES[kind])).fit(data, restarts=3)
+    hmm = HMM(2, Gaussian(2, prior_scatter=0.9, prior_count=1.0, **COVARIANCES[kind]))
     report = hmm.fit(data, restarts=3, generator=seeded())
     assert report.set_aside == 0 and hmm.emission.covariance().isfinite().all()
     data = normal(kind, 40)
     data[5:15] = torch.nan
     if kind == "spherical":
         data[20, 0] = torch.nan
-    hmm = HMM(2, "gaussian", prior_scatter=0.1, **COVARIANCES[kind]).double()
+    hmm = HMM(2, Gaussian(2, prior_scatter=0.1, **COVARIANCES[kind])).double()
     report = hmm.fit(data, restarts=2, generator=seeded(), tolerance=-torch.inf, max_iterations=8)
     assert all(parameter.isfinite().all() for parameter in hmm.parameters())
     assert report.log_likelihood > report.history[0]
@@ -201,7 +201,7 @@ def test_constant_and_missing_data_are_fitted_with_a_prior(kind):
 @pytest.mark.parametrize(("kind", "scale"), [("diagonal", 1e-25), ("spherical", 1e25), ("full", 1e-25), ("tied", 1e25)])
 def test_data_whose_squares_float32_cannot_hold_are_fitted(kind, scale):
     data = normal(kind, 60, dtype=torch.float32)
-    hmms = [HMM(2, "gaussian", **COVARIANCES[kind]) for _ in range(2)]
+    hmms = [HMM(2, Gaussian(2, **COVARIANCES[kind])) for _ in range(2)]
     for hmm, of in zip(hmms, (1.0, scale), strict=True):
         hmm.fit(data * of, generator=seeded(), tolerance=-torch.inf, max_iterations=5, step=0.5)
     torch.testing.assert_close(hmms[1].emission.means / scale, hmms[0].emission.means, rtol=1e-4, atol=1e-4)

@@ -1,15 +1,20 @@
 """Likelihoods, posteriors, best paths and draws of hidden Markov models equal sums over all paths."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 import logchain
-from logchain.nn import HMM
+from logchain import nn
+from logchain.nn import HMM, Categorical, Gaussian
+from logchain.nn.hmm_reading import conditional_mean
+from logchain.nn.priors import Dirichlet, NormalInverseWishart
 from logchain.transitions import Banded, BlockDiagonal, Sparse
 from tests import oracle
 from tests.nn import hmms
-from tests.nn.hmms import F64, LENGTHS, MODELS, STRUCTURES, V, array, categories, close, normal, random_hmm, seeded
+from tests.nn.hmms import F64, LENGTHS, MODELS, STRUCTURES, C, V, array, categories, close, normal, random_hmm, seeded
 
 ALL = pytest.mark.parametrize("name", MODELS)
 
@@ -44,7 +49,7 @@ def test_likelihoods_and_posteriors_equal_the_sums_over_paths(name, lengths):
     observed = torch.rand(5, V, generator=seeded()) < 0.5
     truth = model.truth(hmm, data, lengths, observed).log_norm
     close(hmm.log_prob(data, observed=observed, **options), truth)
-    if isinstance(hmm.emission, logchain.nn.Emission):
+    if isinstance(hmm.emission, nn.Emission):
         missing = data.double().masked_fill(~observed.view(5, V, *(1,) * (data.dim() - 2)), torch.nan)
         close(hmm.log_prob(missing, **options), truth)
 
@@ -89,7 +94,7 @@ def test_padding_has_no_influence(name, poison):
     covariates = model.covariates
     truth = answers(data, covariates)
     if covariates is not None:
-        covariates = covariates.masked_fill(padding[:, 1:, None], poison)
+        covariates = covariates.masked_fill(padding[..., None] | (torch.arange(V) == 0)[:, None], poison)
     if name == "categories":
         data = data.masked_fill(padding, poison)
         with pytest.raises(ValueError, match="data: "):
@@ -102,7 +107,7 @@ def test_padding_has_no_influence(name, poison):
 
 def test_masks_of_steps_and_of_features():
     mask, whole = torch.tensor([True, False, True, True]), torch.tensor([[True, False, True, True]]).expand(5, V)
-    hmm, vectors = random_hmm(), random_hmm("gaussian", num_features=2)
+    hmm, vectors = random_hmm(), random_hmm(Gaussian(C, 2))
     for model, data in ((hmm, categories(5, V)), (vectors, normal(5, V, 2))):
         for lengths in (None, LENGTHS):
             found, expected = (model.log_prob(data, observed=some, lengths=lengths) for some in (mask, whole))
@@ -115,7 +120,7 @@ def test_masks_of_steps_and_of_features():
 
 
 def test_matrix_per_step_serves_shorter_data_and_single_sequences():
-    hmm, data = random_hmm(num_steps=V), categories(5, V)
+    hmm, data = MODELS["matrix per step"].make(), categories(5, V)
     for v in (1, 2):
         truth = MODELS["matrix per step"]._replace(bulk=lambda hmm, _, v=v: hmms.probabilities(hmm.transition)[: v - 1])
         close(hmm.log_prob(data[:, :v]), truth.truth(hmm, data[:, :v]).log_norm)
@@ -124,7 +129,7 @@ def test_matrix_per_step_serves_shorter_data_and_single_sequences():
 
 def test_stationary_start_of_rare_states_keeps_its_digits_and_has_gradients():
     """Birth and death: p_{i+1} / p_i = 1e-12, far below where a linear solver's rounding is."""
-    hmm = HMM(6, "categorical", num_categories=2, initial="stationary").double()
+    hmm = HMM(6, Categorical(6, 2), initial="stationary").double()
     matrix = torch.diag(torch.full((5,), 1e-13, dtype=F64), 1) + torch.diag(torch.full((5,), 0.1, dtype=F64), -1)
     hmm.transition.set(matrix + torch.diag(1 - matrix.sum(-1)))
     nothing = torch.full((1,), torch.nan)
@@ -154,3 +159,315 @@ def test_draws_have_their_probabilities(name):
     truths = (p0 @ bulk[0] @ bulk[0], model.truth(hmm, data[:2]).states, np.exp(of_outcomes))
     for share, truth in zip(shares, truths, strict=True):
         assert (np.abs(share.numpy() - truth) <= 5 * np.sqrt(truth / count) + 1e-12).all()
+
+
+def rows(values):
+    """The rows of padded values that lie before the ends, one sequence after the other."""
+    return torch.cat([value[:length] for value, length in zip(values, LENGTHS, strict=True)])
+
+
+def of_list(values):
+    return None if values is None else list(rows(values).split(LENGTHS))
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@ALL
+def test_lists_and_concatenated_sequences_equal_padded_ones(name, as_array):
+    model, hmm, data = drawn(name)
+    covariates = model.covariates
+    if covariates is not None:  # where one row serves all steps, it is that of each
+        covariates = covariates.expand(-1, V, -1)
+    padded = {"lengths": LENGTHS, "covariates": covariates}
+    inside = torch.arange(V) < torch.tensor(LENGTHS)[:, None]
+    observed = torch.rand(5, V, generator=seeded()) < 0.7
+    convert = np.asarray if as_array else torch.as_tensor
+    lists = {"data": of_list(data), "observed": of_list(observed), "covariates": of_list(covariates)}
+    lists = {key: [convert(part) for part in parts] for key, parts in lists.items() if parts is not None}
+    packed = {key: convert(rows(value)) for key, value in {"data": data, "observed": observed}.items()}
+    packed |= {} if covariates is None else {"covariates": convert(rows(covariates))}
+    packed |= {"lengths": LENGTHS}
+    layouts = [lists, packed] if isinstance(hmm.emission, nn.Emission) else [lists]
+
+    truth = hmm.log_prob(data, observed, **padded)
+    best = hmm.decode(data, observed, **padded) if "rank" not in name else None
+    posterior, filtered = hmm.posterior(data, observed, **padded), hmm.filter(data, observed, **padded)
+    for layout in layouts:
+        chain = hmm.arguments(**layout)
+        assert chain.x.shape[0] == sum(LENGTHS) and chain.lengths is None, "nothing is padded"
+        close(hmm.log_prob(**layout), array(truth))
+        found = [hmm.posterior(**layout).states, *hmm.filter(**layout)]
+        if best is not None:
+            found.append(hmm.decode(**layout).states)
+        draws = hmm.sample_posterior(num_samples=2, **layout)
+        if layout is lists:
+            assert all([len(part) for part in parts] == LENGTHS for parts in found)
+            assert [part.shape for part in draws] == [(2, length) for length in LENGTHS]
+            found = [torch.cat(parts) for parts in found]
+        else:
+            assert draws.shape == (2, sum(LENGTHS))
+        wanted = [posterior.states, *filtered] + ([] if best is None else [best.states])
+        for one, other in zip(found, wanted, strict=True):
+            close(one, array(other[inside]))
+    if name in ("categories", "matrix per step", "banded per step"):
+        moves = hmm.posterior(data, observed, transitions="full", **padded).transitions
+        found = hmm.posterior(transitions="full", **lists).transitions
+        for row, (part, length) in enumerate(zip(found, LENGTHS, strict=True)):
+            every, part = (one if isinstance(one, torch.Tensor) else one.to_dense() for one in (moves, part))
+            close(part, array(every[row, : length - 1]))
+
+
+def test_arrays_have_the_dtype_of_modules_that_take_them():
+    covariates, data = normal(5, V, 2), normal(5, V, 2)
+    driven, neural = hmms.driven_hmm().float(), random_hmm(hmms.network()).float()
+    found = driven.log_prob(categories(5, V).numpy(), covariates=covariates.numpy())
+    assert torch.equal(found, driven.log_prob(categories(5, V), covariates=covariates.float()))
+    assert torch.equal(neural.log_prob(data.numpy()), neural.log_prob(data.float()))
+
+
+def test_fit_of_a_list_equals_that_of_padded_sequences():
+    sequences, data = of_list(categories(5, V)), categories(5, V)
+    observed = torch.rand(5, V, generator=seeded()) < 0.7
+    options = {"restarts": 0, "max_iterations": 5, "tolerance": -np.inf}
+    reports = [
+        random_hmm().fit(data, observed=observed, lengths=LENGTHS, **options),
+        random_hmm().fit(rows(data), observed=rows(observed), lengths=LENGTHS, **options),
+        random_hmm().fit(sequences, observed=of_list(observed), **options),
+        random_hmm().fit([part.numpy() for part in sequences], observed=of_list(observed), batch_size=2, **options),
+    ]
+    for report in reports[1:]:
+        close(torch.tensor(report.history, dtype=F64), reports[0].history)
+    fits = [random_hmm().fit(some, generator=seeded(), **(options | {"restarts": 2})) for some in (data[:1], data[0])]
+    assert fits[0] == fits[1], "a single sequence needs no batch axis"
+    mini = [random_hmm().fit(list(data), batch_size=2, step=0.5, generator=seeded(), **options) for _ in range(2)]
+    assert mini[0] == mini[1] and mini[0].history[-1] > mini[0].history[0]
+
+
+def test_concatenated_sequences_of_hmmlearn_and_one_sequence_of_one_feature():
+    """Data `[samples, features]` with lengths, and series that look like many sequences of one step."""
+    level = torch.where(torch.arange(300) // 50 % 2 == 1, 3.0, 0.0)
+    series = level + torch.randn(300, generator=seeded())
+    options = {"restarts": 5, "generator": seeded()}
+    with pytest.warns(UserWarning, match="data: 300 sequences of one step each .* Gaussian"):
+        HMM(2, "gaussian").fit(series[:, None], restarts=1, max_iterations=1)
+    reports = [
+        HMM(2, "gaussian").fit(series, restarts=5, generator=seeded()),
+        HMM(2, Gaussian(2, 1)).fit(series[:, None].numpy(), restarts=5, generator=seeded()),
+        HMM(2, Gaussian(2, 1)).fit(series[:, None], lengths=[300], **options),
+    ]
+    for report in reports:
+        assert report.log_likelihood == pytest.approx(reports[0].log_likelihood, abs=1e-2)
+    with pytest.warns(UserWarning, match="300 sequences of one step each"):
+        HMM(2, "gaussian").fit(list(series[:, None]), restarts=1, max_iterations=1)
+
+
+def consistent(known, path):
+    return all(state in (-1, other) for state, other in zip(known, path, strict=True))
+
+
+def test_known_states_leave_the_paths_through_them():
+    model, hmm, data = drawn("categories")
+    known = torch.where(torch.rand(5, V, generator=seeded(2)) < 0.5, torch.randint(C, (5, V), generator=seeded(3)), -1)
+    x, bulk, p0 = model.potentials(hmm, data)
+    posterior = hmm.posterior(data, states=known)
+    for row in range(5):
+        weights = oracle.paths(x[row], np.broadcast_to(bulk, (V - 1, C, C)), p0)
+        inside = {path: float(weight) for path, weight in weights.items() if consistent(known[row].tolist(), path)}
+        total = sum(inside.values())
+        close(hmm.log_prob(data, states=known)[row], np.log(total))
+        share = [[sum(w for path, w in inside.items() if path[i] == s) / total for s in range(C)] for i in range(V)]
+        close(posterior.states[row], share)
+    # of all states one step of expectation maximization counts
+    paths = torch.randint(C, (5, V), generator=seeded(3))
+    hmm.fit(data, states=paths, max_iterations=1, restarts=0)
+    counts = torch.zeros(C, C, dtype=F64).index_put_((paths[:, :-1], paths[:, 1:]), torch.ones((), dtype=F64), True)
+    close(hmm.transition_matrix, array(counts / counts.sum(-1, keepdim=True)))
+    lists = hmm.log_prob(of_list(data), states=of_list(known))
+    close(lists, array(hmm.log_prob(data, states=known, lengths=LENGTHS)))
+
+
+class Trend(nn.Gaussian):
+    """Numbers about a mean that moves with a covariate."""
+
+    takes_covariates = True
+
+    def forward(self, data, observed=None, covariates=None):
+        return super().forward(data - covariates.sum(-1), observed)
+
+    def distribution(self, at=(), covariates=None):
+        normals = super().distribution(at)
+        shift = 0.0 if covariates is None else covariates.sum(-1)
+        return torch.distributions.Normal(normals.loc + shift, normals.scale)
+
+    def statistics(self, flow, data, observed=None, covariates=None):
+        return super().statistics(flow, data - covariates.sum(-1), observed)
+
+    def draw(self, states, generator=None, covariates=None):
+        return super().draw(states, generator) + covariates.sum(-1)
+
+    def initialize(self, data, observed=None, *, generator=None, covariates=None):
+        super().initialize(data - covariates.sum(-1), observed, generator=generator)
+
+
+def test_covariates_reach_emissions_and_transitions():
+    data, covariates = normal(5, V), normal(5, V, 2)
+    plain, trend = random_hmm(Gaussian(C)), random_hmm(Trend(C))
+    trend.load_state_dict(plain.state_dict())
+    moved = data - covariates.sum(-1)
+    assert torch.equal(trend.log_prob(data, covariates=covariates), plain.log_prob(moved))
+    poisoned = covariates.masked_fill((torch.arange(V) >= torch.tensor(LENGTHS)[:, None])[..., None], torch.nan)
+    expected = plain.log_prob(moved, lengths=LENGTHS)
+    close(trend.log_prob(data, covariates=poisoned, lengths=LENGTHS), array(expected))
+    close(trend.log_prob(of_list(data), covariates=of_list(covariates)), array(expected))
+    fits = [trend.fit(data, covariates=covariates, generator=seeded()), plain.fit(moved, generator=seeded())]
+    assert fits[0].history == fits[1].history
+    drawn = [trend.sample(2, V, covariates=covariates, generator=seeded()).data, plain.sample(2, V).data]
+    assert drawn[0].shape == (2, 5, V) and drawn[1].shape == (2, V)
+    means, future = trend.emission.means, normal(5, 2, 2, seed=9)
+    forecast = trend.forecast(data, 2, covariates=covariates, future_covariates=future)
+    close(forecast.mean, array(forecast.states @ means + future.sum(-1)))
+    holes = data.masked_fill(torch.arange(V) == 1, torch.nan)
+    shares = trend.posterior(holes, covariates=covariates).states
+    found = trend.impute(holes, covariates=covariates)[:, 1]
+    close(found, array((shares @ means + covariates.sum(-1))[:, 1]))
+    both = random_hmm(Trend(C), transition=hmms.driven_hmm().transition)
+    one = both.log_prob(data, covariates=covariates)
+    other = random_hmm(Gaussian(C), transition=both.transition)
+    other.load_state_dict(both.state_dict())
+    assert torch.equal(one, other.log_prob(moved, covariates=covariates))
+
+
+def test_first_covariate_of_packed_sequences_drives_no_transition():
+    hmm, data, covariates = hmms.driven_hmm(), of_list(categories(5, V)), of_list(normal(5, V, 2))
+    truth = hmm.log_prob(data, covariates=covariates)
+    for part in covariates:
+        part[0] = torch.nan
+    found = hmm.log_prob(data, covariates=covariates)
+    assert torch.equal(found, truth)
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in hmm.transition.parameters())
+
+
+def test_filtered_states_and_log_likelihoods_are_those_of_the_data_so_far():
+    for name in ("categories", "full covariances", "stationary start"):
+        model, hmm, data = drawn(name)
+        filtered = hmm.filter(data, lengths=LENGTHS)
+        ends = hmm.log_prob(data, lengths=LENGTHS)
+        close(filtered.log_likelihoods.sum(-1), array(ends))
+        for i in range(V):
+            alive = torch.tensor(LENGTHS) > i
+            close(filtered.states[alive, i], array(hmm.posterior(data[alive, : i + 1]).states[:, -1]))
+            assert not filtered.states[~alive, i].any() and not filtered.log_likelihoods[~alive, i].any()
+    hmm.emission.weights.set(torch.tensor([[1.0] * C] + [[0.0] * C] * 3))
+    impossible = hmm.filter(torch.tensor([0, 0, 1, 0]))
+    assert impossible.log_likelihoods.exp().tolist() == [1, 1, 0, 0] and not impossible.states[2:].any()
+
+
+@pytest.mark.parametrize("name", ["categories", "full covariances", "covariates per step", "banded", "low rank"])
+def test_forecasts_equal_posteriors_of_steps_that_are_not_observed(name):
+    model, hmm, data = drawn(name)
+    longer = torch.cat([data, torch.zeros_like(data[:, :2])], 1)
+    observed = (torch.arange(V + 2) < V).expand(5, -1)
+    covariates = model.covariates
+    options, future = {}, {}
+    if covariates is not None:
+        future = {"covariates": covariates, "future_covariates": normal(5, 2, 2, seed=7)}
+        options = {"covariates": torch.cat([covariates, future["future_covariates"]], 1)}
+    expected = hmm.posterior(longer, observed, **options).states[:, V:]
+    found = hmm.forecast(data, 2, **future)
+    close(found.states, array(expected))
+    if name == "full covariances":
+        close(found.mean, array(expected @ hmm.emission.means))
+    else:
+        assert found.mean is None, "categories have no mean"
+    alone = hmm.forecast(data[1], 2, **{key: value[1] for key, value in future.items()})
+    close(alone.states, array(found.states[1]))
+    if covariates is None:
+        parts = hmm.forecast(of_list(data), 2).states
+        close(parts, array(hmm.forecast(data, 2, lengths=LENGTHS).states))
+        close(parts[4], array(found.states[4]))
+
+
+def test_missing_data_are_imputed_by_expectations():
+    data = normal(5, V, 2)
+    missing = torch.rand(5, V, generator=seeded()) < 0.4
+    holes = data.masked_fill(missing[..., None], torch.nan)
+    hmm = random_hmm(Gaussian(C, 2, "full"))
+    hmm.initialize(data, generator=seeded())
+    found = hmm.impute(holes, lengths=LENGTHS)
+    shares = hmm.posterior(holes, lengths=LENGTHS).states
+    inside = torch.arange(V) < torch.tensor(LENGTHS)[:, None]
+    close(found[inside & missing], array((shares @ hmm.emission.means)[inside & missing]))
+    assert torch.equal(found[inside & ~missing], data[inside & ~missing])
+    lists = hmm.impute(of_list(holes))
+    close(torch.cat(lists), array(found[inside]))
+    assert torch.equal(hmm.impute(data), data)
+    counts = random_hmm()
+    kinds = categories(5, V)
+    found = counts.impute(kinds, observed=~missing)
+    for i in range(V):
+        here = torch.arange(V) == i
+        with_value = [counts.log_prob(torch.where(here, k, kinds), ~missing | here) for k in range(4)]
+        best = torch.stack(with_value).argmax(0)
+        assert torch.equal(found[missing[:, i], i], best[missing[:, i]])
+
+
+def test_part_of_a_vector_is_imputed_given_its_other_part():
+    """The conditional mean of a normal distribution: of one state by its formula."""
+    matrix, mean = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=F64), torch.tensor([1.0, -1.0], dtype=F64)
+    normals = torch.distributions.MultivariateNormal(mean[None], matrix[None])
+    data, known = torch.tensor([[4.0, 0.0]], dtype=F64), torch.tensor([[True, False]])
+    close(conditional_mean(normals, data, known, torch.ones(1, 1)), [[4.0, -1 + 0.5 * (4 - 1)]])
+
+
+SORTED = {
+    "categories": lambda: random_hmm(Categorical(C, C, generator=seeded())),
+    "counts of two features": MODELS["counts of two features"].make,
+    "tied": lambda: random_hmm(Gaussian(C, 3, "tied")),
+    "mixture of categories": lambda: random_hmm(nn.Mixture(Categorical((C, 3), 3, generator=seeded()))),
+    "matrix per step": MODELS["matrix per step"].make,
+    "stationary": MODELS["stationary start"].make,
+}
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_sorted_states_are_the_same_model(name):
+    hmm = SORTED[name]()
+    if "tied" in name:
+        data = normal(5, V, 3)
+        hmm.initialize(data, generator=seeded())
+    else:
+        data = torch.randint(C, (5, V, 2) if "counts" in name else (5, V), generator=seeded())
+    before, posterior = hmm.log_prob(data), hmm.posterior(data).states
+    numbers = torch.tensor([0.5, -1.0, 0.2])
+    hmm.sort_states(by=numbers)
+    close(hmm.log_prob(data), array(before))
+    close(hmm.posterior(data).states, array(posterior[..., [1, 2, 0]]))
+    hmm.sort_states(by=lambda hmm: hmm.initial_probabilities)
+    assert (hmm.initial_probabilities.diff() >= 0).all()
+
+
+def test_priors_are_sorted_or_refused():
+    hmm = random_hmm(Gaussian(C, 2))
+    hmm.emission.prior = NormalInverseWishart(torch.ones(C, 2), torch.arange(1.0, C + 1))
+    hmm.transition.prior = Dirichlet(torch.arange(1.0, C * C + 1).view(C, C))
+    hmm.sort_states(by=torch.tensor([2.0, 1.0, 3.0]))
+    assert hmm.emission.prior.dof.tolist() == [2, 1, 3]
+    assert hmm.transition.prior.concentration.tolist() == [[5, 4, 6], [2, 1, 3], [8, 7, 9]]
+    hmm = random_hmm(Gaussian(C, C))
+    hmm.emission.prior = NormalInverseWishart(torch.ones(C, C), 1.0)
+    before = copy.deepcopy(hmm.state_dict())
+    with pytest.raises(ValueError, match="sort states before the prior is assigned$"):
+        hmm.sort_states(by=torch.tensor([2.0, 1.0, 3.0]))
+    assert all(torch.equal(value, before[name]) for name, value in hmm.state_dict().items())
+
+
+def test_probabilities_are_read_without_gradients():
+    hmm = random_hmm()
+    close(hmm.transition_matrix, hmms.probabilities(hmm.transition)[0])
+    close(hmm.initial_probabilities, hmms.probabilities(hmm.initial))
+    assert hmm.transition_matrix.numpy().shape == (C, C)
+    assert MODELS["matrix per step"].make().transition_matrix.shape == (V - 1, C, C)
+    chain = MODELS["stationary start, banded"].make()
+    close(chain.initial_probabilities @ chain.transition_matrix, array(chain.initial_probabilities))
+    named = HMM(C, "bernoulli", initial=nn.LogWeights(C), transition=nn.LogWeights(C, C))
+    assert named.log_prob(torch.tensor([[0, 1, 1]])).shape == (1,) and named.transition_matrix.shape == (C, C)

@@ -55,7 +55,7 @@ def in_our_shape(kind, samples):
 def test_likelihoods_and_posteriors_equal_hmmlearn(kind, covariance):
     model, samples = hmmlearn_model(kind, covariance)
     hmm = HMM.from_hmmlearn(model)
-    data = torch.from_numpy(in_our_shape(kind, samples))
+    data = in_our_shape(kind, samples)
     score, posteriors = model.score_samples(samples)
     close(hmm.log_prob(data), score, atol=1e-9)
     close(hmm.posterior(data).states, posteriors, atol=1e-9)
@@ -63,8 +63,8 @@ def test_likelihoods_and_posteriors_equal_hmmlearn(kind, covariance):
 
 def assert_same_fit(hmm, theirs, kind, samples, iterations, tolerance):
     """From equal parameters equal log-likelihoods of all iterations lead to equal parameters."""
-    data = torch.nn.utils.rnn.pad_sequence(torch.from_numpy(in_our_shape(kind, samples)).split(LENGTHS), True)
-    report = hmm.fit(data, lengths=LENGTHS, restarts=0, max_iterations=iterations, tolerance=-math.inf)
+    data, options = in_our_shape(kind, samples), {"max_iterations": iterations, "tolerance": -math.inf}
+    report = hmm.fit(data, lengths=LENGTHS, restarts=0, **options)
     theirs.n_iter, theirs.init_params = iterations, ""
     theirs.monitor_.n_iter, theirs.monitor_.tol = iterations, -math.inf
     theirs.fit(samples, LENGTHS)

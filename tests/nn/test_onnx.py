@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logchain
-from logchain.nn import HMM, LinearChainCRF
+from logchain.nn import HMM, Gaussian, LinearChainCRF
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -85,7 +85,7 @@ def test_crf_tags_of_impossible_and_unknown_sequences_are_negative():
 
 @pytest.mark.parametrize("options", [{}, {"initial": "stationary"}])
 def test_hmm_log_likelihood_of_any_data_and_lengths_equals_torch(options):
-    hmm = HMM(3, "gaussian", num_features=2, **options)
+    hmm = HMM(3, Gaussian(3, 2), **options)
     data, lengths = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([5, 1, 3])
 
     def function(data, lengths):

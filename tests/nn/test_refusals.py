@@ -1,5 +1,6 @@
 """What `logchain.nn` refuses, and that the argument is named."""
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import constraints
@@ -12,6 +13,7 @@ from logchain.nn import (
     Durations,
     Gaussian,
     LinearChainCRF,
+    LogWeights,
     Mixture,
     Poisson,
     SemiMarkovCRF,
@@ -19,7 +21,7 @@ from logchain.nn import (
 )
 from logchain.transitions import Banded, Monarch, Sparse
 from tests.nn.emissions import distribution
-from tests.nn.hmms import ARCS, V, categories, network, normal, random_hmm
+from tests.nn.hmms import ARCS, V, categories, driven_hmm, network, normal, random_hmm
 
 DATA, VECTORS = categories(5, V), normal(5, V, 2)
 MASK = torch.ones(5, V, dtype=torch.bool)
@@ -73,7 +75,7 @@ CALLS = [
     (lambda: likelihood(tags=torch.full((2, 3), 5)), ValueError, "tags: expected values from 0 to 4, got 5 to 5"),
     (lambda: likelihood(mask=torch.ones(3, 2).bool()), ValueError, r"mask: expected shape \[2, 3\], got \[3, 2\]"),
     (lambda: likelihood(mask=torch.ones(2, 3)), TypeError, "mask: expected bool or integers, got float32"),
-    (lambda: likelihood(reduction="max"), ValueError, "reduction: expected 'none' or .*, got 'max'"),
+    (lambda: likelihood(reduction="max"), ValueError, "reduction: expected one of 'none', .*, got 'max'"),
     (lambda: torch.jit.script(TAGGER), NotImplementedError, r"expected .* got torch\.jit\.script"),
     (lambda: torch.jit.trace(TAGGER, (EMISSIONS, TAGS)), NotImplementedError, r"expected .* got torch\.jit\.trace"),
     (lambda: SemiMarkovCRF(5, 0), ValueError, "max_duration: expected a positive integer, got 0"),
@@ -81,21 +83,47 @@ CALLS = [
     (lambda: segmented(torch.zeros(3, 2).bool()), ValueError, r"begins: expected shape \[2, 3\], got \[3, 2\]"),
     (lambda: torch.jit.script(SemiMarkovCRF(2, 2)), NotImplementedError, "^SemiMarkovCRF: expected torch.compile"),
     (lambda: HMM(0, "poisson"), ValueError, "num_states: expected a positive integer, got 0"),
-    (lambda: HMM(2, "normal"), ValueError, "emission: expected 'categorical' or"),
-    (lambda: HMM(2, "categorical"), ValueError, "num_categories: expected an integer with emission='categorical'"),
+    (lambda: HMM(2, "normal"), ValueError, "emission: expected 'gaussian' or .* got 'normal'"),
+    (lambda: HMM(2, 5), TypeError, "emission: expected 'gaussian' or .* or a torch.nn.Module, got int"),
+    (lambda: HMM(2, "poisson", initial="uniform"), ValueError, "initial: expected 'free' or .*, got 'uniform'"),
     (lambda: HMM(2, Categorical(3, 4)), ValueError, r"emission: expected units \(2,\) or \(d, 2\), got \(3,\)"),
-    (lambda: HMM(2, "poisson", prior_scatter=1.0), ValueError, "prior_scatter: .* prior_total, prior_count, got 1.0"),
-    (lambda: HMM(2, "poisson", initial="stationary", num_steps=3), ValueError, "initial: expected 'free' where"),
-    (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected a torch.nn.Module, got int"),
-    (lambda: random_hmm().log_prob([[0, 1]]), TypeError, "data: expected a torch.Tensor, got list"),
+    (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected .* a torch.nn.Module, got int"),
+    (
+        lambda: random_hmm().log_prob([[0, 1]]),
+        TypeError,
+        r"data\[0\]: expected a torch.Tensor, .* got list; pass torch",
+    ),
     (lambda: random_hmm().log_prob(DATA[:, :0]), ValueError, r"^data: expected at least one step .* got \[5, 0\]$"),
     (lambda: random_hmm().log_prob(DATA.to_sparse()), TypeError, "^data: expected a dense tensor, got .*sparse_coo$"),
-    (lambda: random_hmm(num_steps=2).log_prob(DATA), ValueError, "data: expected at most 2 steps, got 4"),
+    (lambda: moved_by(LogWeights(2, 3, 3)).log_prob(DATA), ValueError, "data: expected at most 3 steps, got 4"),
     (lambda: random_hmm().log_prob(DATA, observed=MASK[:, 0]), ValueError, r"observed: .*\[5, 4\] or \[4\], got \[5\]"),
     (lambda: neural().log_prob(VECTORS, observed=VECTORS > 0), ValueError, r"observed: .* got \[5, 4, 2\]"),
     (lambda: random_hmm().log_prob(DATA, lengths=[1, 2]), ValueError, r"^lengths: .*\[5\] .* got \[2\]$"),
     (lambda: neural().log_prob(VECTORS, lengths=3), ValueError, r"^lengths: expected those of \[5, 4\], the steps"),
     (lambda: random_hmm(torch.nn.Identity()).log_prob(VECTORS * 1j), TypeError, "^emission: .* got complex128$"),
+    (lambda: random_hmm().log_prob([]), ValueError, "^data: expected a list of sequences, .* got none$"),
+    (lambda: random_hmm().log_prob([DATA, DATA]), ValueError, r"^data: expected sequences \[v\], got \[10, 4\]$"),
+    (lambda: random_hmm().log_prob([1.0]), TypeError, r"^data\[0\]: expected .* got float; pass torch.tensor"),
+    (lambda: random_hmm().log_prob([DATA[0], DATA[0, :0]]), ValueError, r"^data\[1\]: .*at least one step, got \[0\]$"),
+    (lambda: random_hmm().log_prob([DATA[0], DATA]), ValueError, r"^data\[1\]: expected shape \[v\], .* got \[5, 4\]$"),
+    (lambda: random_hmm().log_prob([DATA[0]], lengths=[4]), ValueError, "^lengths: expected None with a list"),
+    (lambda: random_hmm().log_prob([DATA[0]], MASK[0]), ValueError, "^observed: expected a list of seq.*got Tensor$"),
+    (lambda: random_hmm().log_prob([DATA[0]], [MASK[0, :2]]), ValueError, "^observed: expected sequences as long as"),
+    (lambda: random_hmm().log_prob(np.array(["a"])), TypeError, "^data: expected numbers, got an array of <U1$"),
+    (
+        lambda: random_hmm().log_prob(DATA[0], lengths=[1, 2]),
+        ValueError,
+        "^lengths: .*sum 4 .* with sum 3$",
+    ),
+    (lambda: random_hmm().log_prob(DATA, states=MASK), TypeError, "^states: expected integers, got bool$"),
+    (lambda: random_hmm().log_prob(DATA, states=DATA[0]), ValueError, r"^states: expected shape \[5, 4\], got \[4\]$"),
+    (lambda: random_hmm().log_prob(DATA, states=DATA - 2), ValueError, "^states: .*from -1 to 2, got -2 to 1$"),
+    (lambda: driven_hmm().log_prob(DATA, covariates=VECTORS[:, 1:]), ValueError, r"^covariates: .*\[5, 4, \.\.\.\]"),
+    (lambda: moved_by(LogWeights(3, 3, 3)).forecast(DATA, 2), ValueError, "^transition: expected one matrix for all"),
+    (lambda: driven_hmm().forecast(DATA, 2, covariates=VECTORS), ValueError, "^future_covariates: .* 2 steps"),
+    (lambda: neural().impute(VECTORS), TypeError, "^emission: expected an Emission to impute from, got Sequential$"),
+    (lambda: random_hmm().sort_states(torch.ones(2)), ValueError, r"^by: expected numbers \[3\], got shape \[2\]$"),
+    (lambda: moved_by(BANDED).sort_states(torch.ones(3)), TypeError, "^transition: expected a dense matrix"),
     (lambda: returned(torch.zeros(3, 3)), ValueError, "^transition: expected at least 3 axes"),
     (lambda: returned(torch.zeros(5, 4, 3, 3)), ValueError, r"^transition: .*\[5, 3, 3, 3\]"),
     (lambda: neural().sample(1, 2), TypeError, "emission: expected an Emission to sample from, got Sequential"),
@@ -154,7 +182,7 @@ CALLS = [
     (lambda: Transitions(MONARCH, sticky=1.0), ValueError, "^sticky: expected 0 with Monarch, got 1.0"),
     (lambda: Transitions(MONARCH, lead=5), TypeError, "^lead: expected a tuple of positive integers, got 5$"),
     (lambda: Transitions(MONARCH).set(torch.ones(2)), ValueError, "^parameters: expected 2, got 1$"),
-    (lambda: Durations(3, 4, "geometric"), ValueError, "durations: expected 'free' or .*, got 'geometric'"),
+    (lambda: Durations(3, 4, "geometric"), ValueError, "durations: expected one of 'free', .*, got 'geometric'"),
     (lambda: Durations(2, 4, distribution((3,))), ValueError, r"^durations: .*\(2,\), got \(3,\)$"),
     (lambda: Durations(2, 4).set(torch.eye(2), torch.ones(2, 4)), ValueError, "^probabilities: expected 0 for weights"),
     (lambda: moved_by(LASTING, initial="stationary").log_prob(DATA), ValueError, "^initial: .* with durations"),

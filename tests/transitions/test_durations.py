@@ -255,12 +255,12 @@ def test_gradients_of_all_queries_pass_no_segment_that_goes_on():
         assert_close(*(torch.autograd.grad(value, x, retain_graph=True)[0] for value in sums))
 
 
-def results(chain: dict, structure: Duration, **options) -> list[Tensor]:
+def results(chain: dict, structure: Duration) -> list[Tensor]:
     """The log-partition, its gradients, and segments of posteriors and of the best path."""
-    values = logchain.product(**chain, **options)
-    posterior = logchain.marginals(**chain, **options, transitions="full")
-    best = logchain.viterbi(**chain, **options)
-    offsets = options.get("cu_seqlens")
+    values = logchain.product(**chain)
+    posterior = logchain.marginals(**chain, transitions="full")
+    best = logchain.viterbi(**chain)
+    offsets = chain["cu_seqlens"]
     return [values, *structure.marginal_segments(posterior, offsets), *structure.path_segments(best.states, offsets)]
 
 
@@ -287,7 +287,7 @@ def test_sequences_of_a_batch_or_packed_have_their_separate_results(by_step, cen
     rows = Duration(*(torch.cat(pair, 1)[inside] for pair in zip(unread, wide, strict=True)))
     offsets = torch.tensor([0, 4, 5, 8])
     chain = rows.arguments(x[inside], p0, cu_seqlens=offsets, **(options | {"first_durations": first}))
-    packed = results(chain._asdict(), rows, cu_seqlens=offsets)
+    packed = results(chain._asdict(), rows)
     for i, (one, *others) in enumerate(zip(batched, packed, *alone, strict=True)):
         expected = torch.cat(others[1:]) if i else torch.stack(others[1:])
         assert_close(others[0], expected)
@@ -300,7 +300,7 @@ def test_shared_weights_serve_packed_sequences():
     for censored in (False, True):
         options = {"right_censored": censored}
         chain = structure.arguments(model.x, model.p0, cu_seqlens=offsets, **options)._asdict()
-        packed = results(chain, structure, cu_seqlens=offsets)
+        packed = results(chain, structure)
         parts = [model._replace(x=part) for part in model.x.split([1, 3])]
         alone = [results(part.arguments(**options), structure) for part in parts]
         for computed, *others in zip(packed, *alone, strict=True):

@@ -1,0 +1,190 @@
+"""Sequences as users have them: arrays, padded batches, lists of sequences of different lengths, concatenated rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths, as_lengths, check_dense, check_integers, tensor_of
+from .checks import check_mask, mask_of
+from .parameters import fill, over
+
+Array = np.ndarray[Any, Any]
+Data = Tensor | Array | Sequence[Tensor | Array]
+Rows = Data | None
+Ends = Lengths | None
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Checked data of a model, a padded batch or packed: the sequences of a list, and concatenated ones, are packed.
+
+    Attributes:
+        data: `[*B, v, *event]`, packed `[total, *event]`; 0 where `known` is False.
+        known: which entries are observed and before the end; None if all.
+        covariates, states: in the layout of the data.
+        lengths: int64 `[*B]` of a batch; None if all are v.
+        sizes: the n lengths of packed sequences; None of a batch.
+        batch_axes: the number of axes of B; None if it is not known.
+        is_list: whether users have a list.
+    """
+
+    data: Tensor
+    known: Tensor | None
+    covariates: Tensor | None
+    states: Tensor | None
+    lengths: Tensor | None
+    sizes: list[int] | None
+    batch_axes: int | None
+    is_list: bool
+
+    @classmethod
+    def of(cls, arguments: dict[str, Rows], lengths: Ends, event_axes: int | None, like: Tensor) -> "Sequences":
+        """The arguments of a method by name: data, observed, covariates, states.
+
+        Arrays move to the device of `like`; those that a module takes which is no `Emission` take its dtype, too.
+        `event_axes` is the number of axes of an event, None if an emission does not say it.
+        """
+        is_list = isinstance(arguments["data"], list | tuple)
+        if is_list and lengths is not None:
+            raise ValueError("lengths: expected None with a list of sequences, which has them")
+        parts = {
+            name: _parts(name, one, is_list, like, event_axes is None or name == "covariates")
+            for name, one in arguments.items()
+            if one is not None
+        }
+        sizes = [len(part) for part in parts["data"]] if is_list else None
+        for name, each in parts.items():
+            if is_list and [len(part) for part in each] != sizes:
+                raise ValueError(f"{name}: expected sequences as long as those of data, got other lengths")
+        rows, mask, covariates, states = (
+            None if name not in parts else torch.cat(parts[name]) if is_list else parts[name][0] for name in arguments
+        )
+        assert rows is not None
+        ends = None if lengths is None else tensor_of(lengths)
+        if ends is not None and ends.dim() == 1 and rows.dim() - 1 == event_axes:
+            sizes, ends = _as_sizes(ends, rows), None
+        sequences = cls(rows, mask, covariates, states, ends, sizes, None, is_list)
+        return sequences._masked(event_axes, None if ends is None else lengths)
+
+    def _masked(self, event_axes: int | None, lengths: Ends) -> "Sequences":
+        """The same with a mask that ends with each sequence, and data that are 0 where it is False."""
+        data, mask, ends, covariates = self.data, self.known, self.lengths, self.covariates
+        axes = data.dim() - event_axes if event_axes is not None else 1 if ends is None else 1 + ends.dim()
+        steps = data.shape[: max(axes, 0)]  # (*B, v), or (total)
+        if not steps or (self.is_list and event_axes is not None and len(steps) > 1):
+            expected = "sequences [v" if self.is_list else "shape [..., v"
+            raise ValueError(f"data: expected {expected}{', ...' * bool(event_axes)}], got {list(data.shape)}")
+        if mask is not None and event_axes is not None:
+            mask = mask_of(mask, data.shape, steps)
+        elif mask is not None:
+            # the shape of the mask says how many axes of the data are those of an event
+            check_mask(mask, *(data.shape[:end] for end in range(1, data.dim() + 1)))
+            steps = mask.shape
+        if lengths is not None:
+            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
+            inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
+            mask = inside if mask is None else mask & over(inside, mask.shape)
+            if covariates is not None and covariates.shape[: inside.dim()] == inside.shape:
+                covariates = fill(covariates, inside)
+        if mask is not None:
+            data = fill(data, mask)  # entries that are not observed may be outside the emission's support
+            mask = mask if event_axes is None else over(mask, data.shape)
+        batch_axes = None if event_axes is None and self.sizes is None else len(steps) - 1
+        return replace(self, data=data, known=mask, covariates=covariates, lengths=ends, batch_axes=batch_axes)
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """The offsets of packed sequences."""
+        return None if self.sizes is None else torch.tensor([0, *accumulate(self.sizes)], device="cpu")
+
+    @property
+    def has_one_step_each(self) -> bool:
+        """Whether there are several sequences, of one step each."""
+        if self.sizes is not None:
+            return len(self) > 1 and max(self.sizes) == 1
+        return len(self) > 1 and bool(self.batch_axes) and self.data.shape[self.batch_axes or 0] == 1
+
+    def __len__(self) -> int:
+        return len(self.data if self.sizes is None else self.sizes)
+
+    def __getitem__(self, index: Tensor) -> "Sequences":
+        """The sequences at these places along the first axis."""
+        count, sizes, lengths, rows = len(self.data), None, None, index
+        offsets = self.cu_seqlens
+        if offsets is not None:
+            starts, each = offsets[index.cpu()], offsets.diff()[index.cpu()]
+            shifts = (starts - each.cumsum(0) + each).repeat_interleave(each)
+            rows = (torch.arange(len(shifts), device="cpu") + shifts).to(self.data.device)
+            sizes = each.tolist()
+        if self.lengths is not None:
+            lengths = self.lengths[index]
+        picked = self._map(lambda part: part[rows] if part.shape[:1] == (count,) else part)
+        return replace(picked, sizes=sizes, lengths=lengths)
+
+    def with_batch(self) -> "Sequences":
+        """The same with a batch axis, which a single sequence lacks."""
+        if self.sizes is not None or self.batch_axes != 0:
+            return self
+        lengths = None if self.lengths is None else self.lengths[None]
+        return replace(self._map(lambda part: part[None]), batch_axes=1, lengths=lengths)
+
+    def in_layout(self, rows: Tensor, axis: int = 0) -> Any:
+        """Results of each step in the layout of the data: of a list, a list."""
+        return list(rows.split(self.sizes, axis)) if self.is_list and self.sizes else rows
+
+    def last(self, rows: Tensor) -> Tensor:
+        """The results `[*B, k]` or `[n, k]` of last steps, of those of all steps."""
+        if self.sizes is not None:
+            return torch.stack([part[-1] for part in rows.split(self.sizes)])
+        if self.lengths is None:
+            return rows[..., -1, :]
+        return rows.take_along_dim(self.lengths[..., None, None] - 1, -2)[..., 0, :]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Sequences":
+        parts = self.known, self.covariates, self.states
+        known, covariates, states = (None if part is None else function(part) for part in parts)
+        return replace(self, data=function(self.data), known=known, covariates=covariates, states=states)
+
+
+def as_tensor(name: str, value: object, like: Tensor, cast: bool) -> Tensor:
+    """A dense tensor as it is, or a copy of an array on the device of `like`, with `cast` in its dtype of numbers."""
+    if isinstance(value, Tensor):
+        check_dense(name, value)
+        return value
+    if not hasattr(value, "__array__"):
+        expected = "a torch.Tensor, a numpy array or a list of these"
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}; pass torch.tensor({name})")
+    array = np.array(value, order="C")
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
+    tensor = torch.from_numpy(array).to(like.device)
+    return tensor.to(like.dtype) if cast and tensor.is_floating_point() else tensor
+
+
+def _parts(name: str, value: Any, is_list: bool, like: Tensor, cast: bool) -> list[Tensor]:
+    """A tensor or array, or those of a list of sequences `[v_i, ...]`."""
+    if not is_list:
+        return [as_tensor(name, value, like, cast)]
+    if not isinstance(value, list | tuple) or not value:
+        got = "none" if isinstance(value, list | tuple) else type(value).__name__
+        raise ValueError(f"{name}: expected a list of sequences, at least one, got {got}")
+    parts = [as_tensor(f"{name}[{i}]", part, like, cast) for i, part in enumerate(value)]
+    for i, part in enumerate(parts):
+        if not part.dim() or not len(part) or part.shape[1:] != parts[0].shape[1:]:
+            expected = ", ".join(("v", *map(str, parts[0].shape[1:])))
+            raise ValueError(f"{name}[{i}]: expected shape [{expected}], at least one step, got {list(part.shape)}")
+    return parts
+
+
+def _as_sizes(lengths: Tensor, rows: Tensor) -> list[int]:
+    check_integers("lengths", lengths)
+    sizes: list[int] = lengths.tolist()
+    if min(sizes, default=0) < 1 or sum(sizes) != len(rows):
+        expected = f"positive integers with sum {len(rows)} for concatenated data {list(rows.shape)}"
+        raise ValueError(f"lengths: expected {expected}, got {sizes} with sum {sum(sizes)}")
+    return sizes

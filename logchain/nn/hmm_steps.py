@@ -1,0 +1,105 @@
+"""The steps of the chain of a hidden Markov model: log-potentials, transitions, and the first state."""
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_integers, check_tensor
+from ..tensors import is_readable
+from ..transitions import Duration, Transition
+from .chain_model import takes_covariates
+from .data import Sequences
+from .emissions import Emission
+from .parameters import fill
+from .stationary import stationary
+
+
+def potentials(emission: torch.nn.Module, c: int, sequences: Sequences) -> Tensor:
+    """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for states that are excluded."""
+    known = sequences.known
+    if isinstance(emission, Emission):
+        options = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
+        x: Tensor = emission(sequences.data, known, **options)  # (*B, v, *U, c)
+        x = x.sum(-2) if len(emission.units) > 1 else x
+    else:
+        x = emission(sequences.data)
+        check_tensor("emission", x, 2)
+        if x.shape[-1] != c:
+            raise ValueError(f"emission: expected log-potentials [..., v, {c}], got {list(x.shape)}")
+        if known is not None:
+            if x.shape[:-1] != known.shape:
+                name = "observed" if sequences.lengths is None else "lengths"
+                expected = f"those of {list(x.shape[:-1])}, the steps that the emission module makes of the data"
+                raise ValueError(f"{name}: expected {expected}, got {list(known.shape)}")
+            x = torch.where(known[..., None], x, 0)
+    return x if sequences.states is None else _with_known_states(x, sequences.states)
+
+
+def into_steps(covariates: Tensor, batch: tuple[int, ...], v: int, packed: Tensor | None) -> Tensor:
+    """The rows of covariates `[*B, v, ...]` that drive a transition; those of packed sequences with 0 in first rows."""
+    axis, sizes = len(batch), (*batch, v)
+    if not all(size in (1, other) for size, other in zip(covariates.shape, sizes, strict=False)):
+        expected = f"[{', '.join(map(str, sizes))}, ...], a row for each step, or 1 for batch and steps"
+        raise ValueError(f"covariates: expected shape {expected}, got {list(covariates.shape)}")
+    if v == 1 or covariates.shape[axis : axis + 1] != (v,):
+        return covariates
+    if packed is None:
+        return covariates.narrow(axis, 1, v - 1)
+    inner = torch.ones(v, dtype=torch.bool).index_fill(0, packed[:-1], False)
+    return fill(covariates, inner.to(covariates.device))
+
+
+def lead_of(bulk: Tensor | Transition) -> tuple[int, ...]:
+    """The sizes of the axes of batch and steps."""
+    return tuple(bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead)
+
+
+def first_steps(bulk: Tensor | Transition, v: int, packed: Tensor | None) -> Tensor | Transition:
+    """Of trained matrices for each step those of v steps, or of the steps of each packed sequence."""
+    trained = (lead_of(bulk) or (1,))[-1]
+    if trained == 1 or (packed is None and trained == v - 1):
+        return bulk
+    steps = torch.arange(v - 1, device="cpu")
+    if packed is not None:  # what leads into first rows has no influence
+        steps = (torch.arange(v, device="cpu") - packed[:-1].repeat_interleave(packed.diff()) - 1).clamp(min=0)
+    if len(steps) and int(steps.max()) >= trained:
+        raise ValueError(f"data: expected at most {trained + 1} steps, got {int(steps.max()) + 2}")
+    steps = steps.to(bulk.device)
+    if isinstance(bulk, Tensor):
+        return bulk.index_select(-3, steps)
+    pairs = zip(bulk.parameters, bulk.leads, strict=True)
+    each = (one if lead[-1:] in ((), (1,)) else one.index_select(len(lead) - 1, steps) for one, lead in pairs)
+    return bulk.with_parameters(*each)
+
+
+def check_transitions(bulk: Tensor | Transition, batch: tuple[int, ...], rows: int, c: int) -> None:
+    """Check for matrices of c states, for one step or so many, and for a batch or all of it."""
+    lead, states = lead_of(bulk) or (1,), bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
+    states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
+    sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
+    fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))
+    if not fits or states != c:
+        expected = f"{[*batch, rows, c, c]}, or 1 for batch and steps"
+        raise ValueError(f"transition: expected shape {expected}, got {[*lead, states, states]}")
+
+
+def stationary_start(logs: Tensor | Transition) -> Tensor:
+    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
+    lead = lead_of(logs)
+    if lead and lead[-1] != 1:
+        raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
+    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
+    # probabilities: the logarithm of a state that is never visited would have no gradient
+    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
+
+
+def _with_known_states(x: Tensor, states: Tensor) -> Tensor:
+    """Log-potentials `[..., v, c]`, -inf of all states but those that are known; -1 is unknown."""
+    c = x.shape[-1]
+    check_integers("states", states)
+    if states.shape != x.shape[:-1]:
+        raise ValueError(f"states: expected shape {list(x.shape[:-1])}, got {list(states.shape)}")
+    if is_readable(states) and not bool(((states >= -1) & (states < c)).all()):
+        got = f"{int(states.min())} to {int(states.max())}"
+        raise ValueError(f"states: expected integers from -1 to {c - 1}, got {got}")
+    others = torch.arange(c, device=x.device) != states[..., None]
+    return x.masked_fill(others & (states >= 0)[..., None], -torch.inf)
