@@ -12,14 +12,18 @@ from .emissions import (
     Distribution,
     Emission,
     Gaussian,
+    LinearGaussian,
     Mixture,
+    Multinomial,
     Poisson,
+    Product,
 )
 from .fitting import Fit, fit
 from .hmm import HMM, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
+from .priors import Dirichlet, Gamma, NormalInverseWishart
 from .semi_markov_crf import SemiMarkovCRF
 
 __all__ = [
@@ -32,14 +36,20 @@ __all__ = [
     "Completion",
     "DegenerateError",
     "DegenerateWarning",
+    "Dirichlet",
     "Distribution",
-    "Fit",
-    "Gaussian",
     "Emission",
+    "Fit",
+    "Gamma",
+    "Gaussian",
     "LinearChainCRF",
+    "LinearGaussian",
     "LogWeights",
     "Mixture",
+    "Multinomial",
+    "NormalInverseWishart",
     "Poisson",
+    "Product",
     "Sample",
     "SemiMarkovCRF",
     "SumLayer",

@@ -13,8 +13,9 @@ class DegenerateError(ValueError):
     ...     report = HMM(2, "gaussian").fit(data, generator=generator)
     ... except DegenerateError as error:
     ...     print(str(error).split(": ")[-1])
-    give the Gaussian a prior_scatter, or have fewer units
-    >>> HMM(2, "gaussian", prior_scatter=0.1).fit(data, generator=generator).set_aside
+    pass prior=NormalInverseWishart(scale, dof) to the Gaussian, or have fewer units
+    >>> from logchain.nn import Gaussian, NormalInverseWishart
+    >>> HMM(2, Gaussian(2, prior=NormalInverseWishart(0.1, 3.0))).fit(data, generator=generator).set_aside
     0
     """
 

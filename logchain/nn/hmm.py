@@ -14,8 +14,7 @@ from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel
 from .checks import check_count
-from .emissions.emission import Emission
-from .emissions.named import named
+from .emissions import Bernoulli, Emission, Gaussian, Poisson
 from .log_weights import LogWeights
 from .parameters import arithmetic, fill, over
 from .stationary import stationary
@@ -39,18 +38,9 @@ class HMM(ChainModel):
 
     Args:
         num_states: c.
-        emission: "categorical", "gaussian" or "poisson"; or an `Emission` with units `c`, or `(d, c)` for d
+        emission: "gaussian", "poisson" or "bernoulli" for numbers; or an `Emission` with units `c`, or `(d, c)` for d
             observations a step that are independent given the state; or any module that maps data `[*B, v, *event]` to
             log-potentials `[*B, v, c]` (`lengths` then need all axes of B).
-        num_features: d, for a vector of d entries at each step; None for a number.
-        num_categories: number of categories, for "categorical".
-        covariance: "diagonal", "spherical", "full" or "tied", for "gaussian".
-        prior_scatter: what `fit` by expectation maximization adds to its sums for a "gaussian" emission, see
-            `Gaussian`; None is 0, as for the other priors.
-        prior_count: likewise, see `Gaussian`, `Categorical` and `Poisson`.
-        prior_means: likewise, see `Gaussian`.
-        prior_means_count: likewise, see `Gaussian`.
-        prior_total: likewise, see `Poisson`.
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
         transition: a module of `logchain.nn.transitions`, such as `Banded` or, for a hidden semi-Markov model,
@@ -74,7 +64,8 @@ class HMM(ChainModel):
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989).
 
-    >>> hmm = HMM(2, "categorical", num_categories=2)
+    >>> from logchain.nn import Categorical
+    >>> hmm = HMM(2, Categorical(2, 2))
     >>> hmm.initial.set(torch.tensor([0.5, 0.5]))
     >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
     >>> hmm.emission.weights.set(torch.tensor([[0.5, 0.25], [0.5, 0.75]]))  # [data, state]
@@ -87,14 +78,6 @@ class HMM(ChainModel):
         num_states: int,
         emission: str | torch.nn.Module,
         *,
-        num_features: int | None = None,
-        num_categories: int | None = None,
-        covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal",
-        prior_scatter: float | Tensor | None = None,
-        prior_count: float | Tensor | None = None,
-        prior_means: float | Tensor | None = None,
-        prior_means_count: float | Tensor | None = None,
-        prior_total: float | Tensor | None = None,
         initial: Literal["free", "stationary"] = "free",
         transition: torch.nn.Module | None = None,
         num_steps: int | None = None,
@@ -116,18 +99,13 @@ class HMM(ChainModel):
         if transition is None:
             transition = LogWeights((num_steps or 2) - 1, num_states, num_states, generator=generator)
         self.transition: torch.nn.Module = transition
-        options = {
-            "num_features": num_features,
-            "num_categories": num_categories,
-            "covariance": None if covariance == "diagonal" else covariance,
-            "prior_scatter": prior_scatter,
-            "prior_count": prior_count,
-            "prior_means": prior_means,
-            "prior_means_count": prior_means_count,
-            "prior_total": prior_total,
-        }
-        names = "categorical", "gaussian", "poisson"
-        self.emission = named("emission", emission, names, (num_states,), options, generator)
+        families = {"gaussian": Gaussian, "poisson": Poisson, "bernoulli": Bernoulli}
+        if isinstance(emission, str):
+            check_choice("emission", emission, tuple(families))
+            emission = families[emission](num_states, generator=generator)
+        if not isinstance(emission, torch.nn.Module):
+            raise TypeError(f"emission: expected a name or a torch.nn.Module, got {type(emission).__name__}")
+        self.emission = emission
         if isinstance(self.emission, Emission):
             units = self.emission.units
             if units[-1] != num_states or len(units) > 2:
@@ -287,7 +265,8 @@ class HMM(ChainModel):
             ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
                 not `right_censored` do not sum to `num_steps`.
 
-        >>> draws = HMM(2, "gaussian", num_features=3).sample(4, 5)
+        >>> from logchain.nn import Gaussian
+        >>> draws = HMM(2, Gaussian(2, 3)).sample(4, 5)
         >>> draws.states.shape, draws.data.shape
         (torch.Size([4, 5]), torch.Size([4, 5, 3]))
         """

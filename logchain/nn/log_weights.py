@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .checks import check_count, check_prior
 from .parameters import arithmetic, broadcast
+from .priors import Dirichlet
 
 
 class LogWeights(torch.nn.Module):
@@ -13,6 +14,7 @@ class LogWeights(torch.nn.Module):
     Args:
         *shape: sizes of the weights.
         dim: the axis along which they sum to 1, counted from the right: -1 is the last.
+        prior: of the weights; `concentration - 1` is added to expected counts.
         prior_count: added to each expected count by expectation maximization (a Dirichlet prior with parameter
             `1 + prior_count`); if positive, no weight becomes 0 because the data lack it. A number, or a tensor that
             broadcasts to the shape.
@@ -45,14 +47,21 @@ class LogWeights(torch.nn.Module):
     """
 
     def __init__(
-        self, *shape: int, dim: int = -1, prior_count: float | Tensor = 0.0, generator: torch.Generator | None = None
+        self,
+        *shape: int,
+        dim: int = -1,
+        prior: Dirichlet | None = None,
+        prior_count: float | Tensor = 0.0,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         check_count("shape", *shape, least=0)
         if not (isinstance(dim, int) and -len(shape) <= dim < 0 and shape[dim] > 0):
             raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim!r}")
         check_prior("prior_count", prior_count, shape)
-        self.dim, self.prior_count = dim, prior_count
+        if prior is not None:
+            broadcast("prior.concentration", prior.concentration, torch.Size(shape))
+        self.dim, self.prior_count, self.prior = dim, prior_count, prior
         self.logits = torch.nn.Parameter(torch.empty(shape))
         self.reset_parameters(generator)
 
@@ -114,10 +123,15 @@ class LogWeights(torch.nn.Module):
             step: the part of the way to them, in probabilities.
         """
         counts = statistics + torch.as_tensor(self.prior_count).to(statistics)
+        counts = counts if self.prior is None else counts + self.prior.concentration - 1
         total = self.totals(counts)
         shares, before = counts / total, self.normalized(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self._store(shares)
+
+    def log_prior(self) -> Tensor:
+        """The logarithm of the prior density of the weights, without its normalizing constant: a float64 scalar."""
+        return torch.zeros((), dtype=torch.float64) if self.prior is None else self.prior.log_density(self())
 
     def _store(self, probabilities: Tensor) -> None:
         """Set the weights to probabilities that sum to 1."""

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from logchain.nn import HMM, ChainCircuit, LinearChainCRF
+from logchain.nn import HMM, ChainCircuit, Gaussian, LinearChainCRF
 
 STEPS, SEQUENCES, V = 4, 6, 9
 LENGTHS = torch.tensor([9, 5, 1, 7, 9, 3])
@@ -16,7 +16,7 @@ CATEGORIES = torch.randint(0, 4, (SEQUENCES, V), generator=torch.Generator().man
 VECTORS = torch.randn(SEQUENCES, V, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 # by kind: the model, and its log-likelihoods of some sequences of a batch
 MODELS = {
-    "hmm": (lambda: HMM(3, "gaussian", num_features=4), lambda model, i: model(VECTORS[i], lengths=LENGTHS[i])),
+    "hmm": (lambda: HMM(3, Gaussian(3, 4)), lambda model, i: model(VECTORS[i], lengths=LENGTHS[i])),
     "crf": (
         lambda: LinearChainCRF(4, batch_first=True),
         lambda model, i: model(VECTORS[i], CATEGORIES[i], torch.arange(V) < LENGTHS[i, None], "none"),

@@ -9,7 +9,7 @@ import scipy.special
 import torch
 
 from logchain import transitions as structures
-from logchain.nn import HMM
+from logchain.nn import HMM, Categorical, Gaussian, Poisson
 from logchain.nn import transitions as trained
 from tests import oracle
 from tests.adapted import normal
@@ -30,9 +30,9 @@ def probabilities(weights):
     return np.exp(array(weights()))
 
 
-def random_hmm(emission="categorical", seed=0, **options):
-    if emission == "categorical":
-        options.setdefault("num_categories", 4)
+def random_hmm(emission=None, seed=0, **options):
+    if not isinstance(emission, torch.nn.Module):
+        emission = (emission or partial(Categorical, C, 4))(generator=seeded(seed))
     return HMM(C, emission, generator=seeded(seed), **options).double()
 
 
@@ -113,7 +113,7 @@ STRUCTURES = {
 
 def structured_hmm(kind, initial="free", **options):
     transition = STRUCTURES[kind](generator=seeded(), **options)
-    hmm = HMM(4, "categorical", num_categories=4, initial=initial, transition=transition, generator=seeded(1))
+    hmm = HMM(4, Categorical(4, 4, generator=seeded(1)), initial=initial, transition=transition, generator=seeded(1))
     return hmm.double()
 
 
@@ -128,8 +128,8 @@ def structured(kind, **options):
 
 MODELS = {
     "categories": Model(),
-    "counts of two features": Model(lambda: random_hmm("poisson", num_features=2), lambda: categories(5, V, 2)),
-    "full covariances": Model(lambda: random_hmm("gaussian", num_features=2, covariance="full"), vectors),
+    "counts of two features": Model(lambda: random_hmm(partial(Poisson, (2, C))), lambda: categories(5, V, 2)),
+    "full covariances": Model(lambda: random_hmm(partial(Gaussian, C, 2, "full")), vectors),
     "network": Model(lambda: random_hmm(network()), vectors),
     "matrix per step": Model(lambda: random_hmm(num_steps=V)),
     "covariates per step": Model(driven_hmm, bulk=softmax_of, covariates=normal(5, V - 1, 2)),

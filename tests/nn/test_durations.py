@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from logchain import nn
-from logchain.nn import HMM
+from logchain.nn import HMM, Categorical
 from logchain.nn.transitions import Durations
 from logchain.transitions import Duration
 from tests.nn import segmentations
@@ -22,7 +22,12 @@ CENSORED = pytest.mark.parametrize("right_censored", [True, False], ids=["censor
 
 def semi_markov(family="free", num_states=C, longest=D, seed=0, **options):
     transition = Durations(num_states, longest, family, generator=seeded(seed), **options)
-    hmm = HMM(num_states, "categorical", num_categories=4, transition=transition, generator=seeded(seed + 1))
+    hmm = HMM(
+        num_states,
+        Categorical(num_states, 4, generator=seeded(seed + 1)),
+        transition=transition,
+        generator=seeded(seed + 1),
+    )
     return hmm.double()
 
 

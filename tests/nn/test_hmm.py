@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import logchain
-from logchain.nn import HMM
+from logchain.nn import HMM, Categorical, Gaussian
 from logchain.transitions import Banded, BlockDiagonal, Sparse
 from tests import oracle
 from tests.nn import hmms
@@ -102,7 +102,7 @@ def test_padding_has_no_influence(name, poison):
 
 def test_masks_of_steps_and_of_features():
     mask, whole = torch.tensor([True, False, True, True]), torch.tensor([[True, False, True, True]]).expand(5, V)
-    hmm, vectors = random_hmm(), random_hmm("gaussian", num_features=2)
+    hmm, vectors = random_hmm(), random_hmm(Gaussian(3, 2, generator=seeded()))
     for model, data in ((hmm, categories(5, V)), (vectors, normal(5, V, 2))):
         for lengths in (None, LENGTHS):
             found, expected = (model.log_prob(data, observed=some, lengths=lengths) for some in (mask, whole))
@@ -124,7 +124,7 @@ def test_matrix_per_step_serves_shorter_data_and_single_sequences():
 
 def test_stationary_start_of_rare_states_keeps_its_digits_and_has_gradients():
     """Birth and death: p_{i+1} / p_i = 1e-12, far below where a linear solver's rounding is."""
-    hmm = HMM(6, "categorical", num_categories=2, initial="stationary").double()
+    hmm = HMM(6, Categorical(6, 2), initial="stationary").double()
     matrix = torch.diag(torch.full((5,), 1e-13, dtype=F64), 1) + torch.diag(torch.full((5,), 0.1, dtype=F64), -1)
     hmm.transition.set(matrix + torch.diag(1 - matrix.sum(-1)))
     nothing = torch.full((1,), torch.nan)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from logchain.nn import HMM
+from logchain.nn import HMM, NormalInverseWishart
 from tests.nn.hmms import close
 
 engine = pytest.importorskip("hmmlearn.hmm", exc_type=ImportError)
@@ -67,7 +67,7 @@ def assert_same_fit(hmm, theirs, kind, samples, iterations, tolerance):
     theirs.n_iter, theirs.init_params = iterations, ""
     theirs.monitor_.n_iter, theirs.monitor_.tol = iterations, -math.inf
     theirs.fit(samples, LENGTHS)
-    found, wanted = ({name: value for name, value in one.state_dict().items() if value.is_floating_point()}
+    found, wanted = ({name: value for name, value in one.named_parameters()}
                      for one in (hmm, HMM.from_hmmlearn(theirs)))  # fmt: skip
     assert found.keys() == wanted.keys()
     for name, value in found.items():
@@ -100,7 +100,7 @@ def test_em_step_with_priors_equals_hmmlearn(covariance):
     hmm.initial.prior_count = torch.from_numpy(model.startprob_prior) - 1
     hmm.transition.prior_count = torch.from_numpy(model.transmat_prior) - 1
     emission = hmm.emission
-    emission.prior_means, emission.prior_means_count = torch.from_numpy(model.means_prior).expand(c, d), 1.5
-    emission.prior_scatter = torch.from_numpy(model.covars_prior)
-    emission.prior_count = model.covars_weight - (d if covariance == "full" else 1)  # hmmlearn's weight of no data
+    dof = model.covars_weight - (2 * d + 2 if covariance == "full" else 4)
+    scale, mean = torch.from_numpy(model.covars_prior), torch.from_numpy(model.means_prior)
+    emission.prior = NormalInverseWishart(scale, dof, mean, 1.5)
     assert_same_fit(hmm, model, "GaussianHMM", samples, 1, 1e-12)

@@ -53,11 +53,11 @@ def crf(reduction, lengths):
 
 
 MODELS = {
-    "categorical": Model(lambda: nn.HMM(3, "categorical", num_categories=4)),
+    "categorical": Model(lambda: nn.HMM(3, nn.Categorical(3, 4))),
     "gaussian": Model(lambda: nn.HMM(3, "gaussian"), lambda: missing(numbers()), lengths=True),
-    "full covariances": Model(lambda: nn.HMM(3, "gaussian", num_features=2, covariance="full"), lambda: numbers(2)),
+    "full covariances": Model(lambda: nn.HMM(3, nn.Gaussian(3, 2, "full")), lambda: numbers(2)),
     "matrix per step": Model(lambda: nn.HMM(3, "poisson", num_steps=V), lengths=True),
-    "stationary": Model(lambda: nn.HMM(3, "categorical", num_categories=4, initial="stationary")),
+    "stationary": Model(lambda: nn.HMM(3, nn.Categorical(3, 4), initial="stationary")),
     "binomial": Model(lambda: nn.HMM(3, nn.Binomial((2, 3), 10)), lambda: integers(2)),
     "mixture": Model(lambda: nn.HMM(3, nn.Mixture(nn.Gaussian((3, 2), 2))), lambda: numbers(2)),
     "gamma": Model(

@@ -81,7 +81,7 @@ def test_a_negative_weight_is_named():
 
 
 def test_a_training_step_of_a_structured_model():
-    hmm = nn.HMM(C, "categorical", num_categories=5, transition=nn.transitions.LowRank(C, 3))
+    hmm = nn.HMM(C, nn.Categorical(C, 5), transition=nn.transitions.LowRank(C, 3))
     data = torch.randint(5, (4, V), generator=torch.Generator().manual_seed(2))
     losses = []
     for log_prob in (hmm.log_prob, torch.compile(hmm.log_prob, backend="aot_eager")):
