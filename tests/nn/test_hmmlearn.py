@@ -67,7 +67,7 @@ def assert_same_fit(hmm, theirs, kind, samples, iterations, tolerance):
     theirs.n_iter, theirs.init_params = iterations, ""
     theirs.monitor_.n_iter, theirs.monitor_.tol = iterations, -math.inf
     theirs.fit(samples, LENGTHS)
-    found, wanted = ({name: value for name, value in one.named_parameters()}
+    found, wanted = ({name: value.detach() for name, value in one.named_parameters()}
                      for one in (hmm, HMM.from_hmmlearn(theirs)))  # fmt: skip
     assert found.keys() == wanted.keys()
     for name, value in found.items():

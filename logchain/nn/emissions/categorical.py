@@ -15,7 +15,24 @@ from .emission import Emission
 _BLOCK = 4096
 
 
-class Categorical(Emission):
+class Weighted(Emission):
+    """An emission whose only parameters are probabilities, the `weights`, which are fitted as a separate part."""
+
+    statistics: Any = None
+    weights: LogWeights
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The probabilities, in the shape of the weights, without gradients."""
+        weights: Tensor = self.weights()
+        return weights.detach().exp()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the probabilities again, uniformly over the simplex."""
+        self.weights.reset_parameters(generator)
+
+
+class Categorical(Weighted):
     r"""Categorical observations: `log p(k | unit)` is looked up in a table of log-probabilities.
 
     Args:
@@ -40,9 +57,6 @@ class Categorical(Emission):
             [1.0000, 1.0000]], grad_fn=<ExpBackward0>)
     """
 
-    # the weights are fitted as a separate part
-    statistics: Any = None
-
     def __init__(
         self,
         units: int | tuple[int, ...],
@@ -59,19 +73,9 @@ class Categorical(Emission):
         shape = *self.units[:-1], num_categories, self.units[-1]
         self.weights = LogWeights(*shape, dim=-2, prior=prior, generator=generator)
 
-    @property
-    def probabilities(self) -> Tensor:
-        """The probabilities `[*U, K, c]`, without gradients."""
-        weights: Tensor = self.weights()
-        return weights.detach().exp()
-
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Categorical:
         """The categorical distributions: see `Emission.distribution`."""
         return torch.distributions.Categorical(logits=self.weights().mT[at], validate_args=False)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly over the simplex."""
-        self.weights.reset_parameters(generator)
 
     def log_density(self, data: Tensor) -> Tensor:
         """The log-probabilities of the data, looked up in the tables of all variables: see `Emission.log_density`."""

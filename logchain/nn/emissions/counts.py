@@ -1,7 +1,5 @@
 """Observations that are counts: Poisson, binomial, Bernoulli and multinomial."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributions import constraints
@@ -10,7 +8,7 @@ from ..checks import check_count
 from ..log_weights import LogWeights
 from ..parameters import broadcast
 from ..priors import Dirichlet, Gamma
-from .categorical import look_up
+from .categorical import Weighted, look_up
 from .emission import Emission
 from .linear import linear_log_density, weighted_sums
 
@@ -107,7 +105,7 @@ class Poisson(Emission):
         return torch.stack((ones, counts, (counts + 1).lgamma()), -1)
 
 
-class Binomial(Emission):
+class Binomial(Weighted):
     r"""Binomial observations: `log p(k | unit) = log choose(total, k) + k log p + (total - k) log(1 - p)`.
 
     Args:
@@ -129,9 +127,6 @@ class Binomial(Emission):
             [ -1.6277,     -inf]], grad_fn=<ViewBackward0>)
     """
 
-    # the weights are fitted as a separate part
-    statistics: Any = None
-
     def __init__(
         self,
         units: int | tuple[int, ...],
@@ -150,17 +145,12 @@ class Binomial(Emission):
     @property
     def probabilities(self) -> Tensor:
         """The probabilities of success `[*U, c]`, without gradients."""
-        weights: Tensor = self.weights()
-        return weights.detach().exp()[..., 0]
+        return super().probabilities[..., 0]
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Binomial:
         """The distribution in float64: see `Emission.distribution`."""
         probabilities = self.weights().double()[..., 0].exp()[at]
         return torch.distributions.Binomial(self.total_count, probabilities, validate_args=False)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly in 0..1."""
-        self.weights.reset_parameters(generator)
 
     def set(self, probabilities: Tensor) -> None:
         """Set the probabilities of success, `[*U, c]` or what broadcasts to it.
@@ -214,7 +204,7 @@ class Bernoulli(Binomial):
         super().__init__(units, 1, prior=prior, generator=generator)
 
 
-class Multinomial(Emission):
+class Multinomial(Weighted):
     r"""Counts of K categories: `log p(k | unit) = log n! + sum_j (k_j log p_j - log k_j!)`, given their sum n.
 
     Args:
@@ -239,8 +229,6 @@ class Multinomial(Emission):
     """
 
     support, expected = constraints.independent(constraints.nonnegative_integer, 1), "counts"
-    # the weights are fitted as a separate part
-    statistics: Any = None
 
     def __init__(
         self,
@@ -257,19 +245,9 @@ class Multinomial(Emission):
         self.total_count = total_count
         self.weights = LogWeights(*self.units, num_categories, prior=prior, generator=generator)
 
-    @property
-    def probabilities(self) -> Tensor:
-        """The probabilities `[*U, c, K]`, without gradients."""
-        weights: Tensor = self.weights()
-        return weights.detach().exp()
-
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Multinomial:
         """The distribution, which has no mode: see `Emission.distribution`."""
         return torch.distributions.Multinomial(self.total_count, logits=self.weights()[at], validate_args=False)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly over the simplex."""
-        self.weights.reset_parameters(generator)
 
     def log_density(self, data: Tensor) -> Tensor:
         """The log-probabilities of the data, in float64: see `Emission.log_density`."""
