@@ -8,6 +8,7 @@ import scipy.stats
 import torch
 
 from logchain.nn import (
+    HMM,
     Binomial,
     Categorical,
     Dirichlet,
@@ -19,6 +20,7 @@ from logchain.nn import (
     Multinomial,
     NormalInverseWishart,
     Poisson,
+    Product,
     em_step,
 )
 from tests.adapted import normal
@@ -319,3 +321,18 @@ def test_log_weights_start_uniformly_over_the_simplex():
     # uniform over the simplex: the mean is 1/3, the variance 1/18
     torch.testing.assert_close(many.mean(0), torch.full((3,), 1 / 3), atol=3e-3, rtol=0)
     torch.testing.assert_close(many.var(0), torch.full((3,), 1 / 18), atol=1e-3, rtol=0)
+
+
+def test_product_of_families_is_fitted_and_sampled():
+    hmm = HMM(2, Product(Gaussian(2, 2, "full"), Poisson(2), Distribution("Gamma", 2)), generator=seeded()).double()
+    pair, counts, waits = hmm.emission.families
+    pair.set(torch.tensor([[0.0, 0.0], [4.0, 4.0]]), torch.eye(2))
+    counts.set(torch.tensor([2.0, 9.0]))
+    torch.manual_seed(0)
+    states, data = hmm.sample(5, 40, generator=seeded(1))
+    data[0, :9, 0], data[1, :9, 2], data[2, :9] = torch.nan, torch.nan, torch.nan
+    report = hmm.fit(data, generator=seeded(2), tolerance=-torch.inf, max_iterations=8)
+    assert all(after >= before - 1e-6 for before, after in zip(report.history, report.history[1:], strict=False))
+    agree = (hmm.decode(data).states == states).double().mean()
+    assert max(agree, 1 - agree) > 0.9
+    torch.testing.assert_close(counts.rates.sort().values, torch.tensor([2.0, 9.0], dtype=F64), rtol=0.2, atol=0)
