@@ -205,7 +205,7 @@ class Bernoulli(Binomial):
 
 
 class Multinomial(Weighted):
-    r"""Counts of K categories: `log p(k | unit) = log n! + sum_j (k_j log p_j - log k_j!)`, given their sum n.
+    r"""Counts of K categories: `log p(k | unit) = log n! + sum_j (k_j log p_j - log k_j!)` of vectors of sum n.
 
     Args:
         units: `[*U, c]`, or `c` alone.

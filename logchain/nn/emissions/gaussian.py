@@ -206,10 +206,10 @@ class Gaussian(Emission):
         return factors.tril(-1) + self._diagonal(factors).exp().diag_embed()
 
     def _means(self) -> Tensor:
-        """The means `[*U, c, d]` about the centre, in float64."""
-        return self.means.double().view(*self.units, -1) - self._centre()[..., None, :]
+        """The means `[*U, c, d]` about the center, in float64."""
+        return self.means.double().view(*self.units, -1) - self._center()[..., None, :]
 
-    def _centre(self) -> Tensor:
+    def _center(self) -> Tensor:
         """The mean `[*U, d]` of the units' means, about which statistics are taken so that they cancel less."""
         return self.means.detach().double().view(*self.units, -1).mean(-2)
 
@@ -285,14 +285,14 @@ class Gaussian(Emission):
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
-        features, centred, known = self._features(data, observed)
+        features, centered, known = self._features(data, observed)
         log_density = linear_log_density(features, self._natural(), self.dtype, zeros=False)
         if not self.has_matrices or known is None:
             return log_density
         if not is_readable(known):
             return log_density.masked_fill((known.any(-1) & ~known.all(-1))[..., None], torch.nan)
         at, values = [], []
-        for group, rows, pattern, factors, away in self._patterns(centred, known):
+        for group, rows, pattern, factors, away in self._patterns(centered, known):
             white = torch.linalg.solve_triangular(factors, away.mT, upper=False)  # (c, d, m)
             logs = self._diagonal(factors).log().sum(-1, keepdim=True) + pattern.double().sum() * _HALF_LOG_2_PI
             values.append((-logs - white.square().sum(1) / 2).mT)  # (m, c)
@@ -321,7 +321,7 @@ class Gaussian(Emission):
         return torch.cat((first[..., None], linear, squares), -1)
 
     def _features(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Statistics `[..., *U, f]`, data about the centre and mask `[..., *U, d]`.
+        """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, d]`.
 
         Statistics are count, value and square of each feature, or one count, all values and all products of vectors
         that are observed as a whole.
@@ -329,43 +329,43 @@ class Gaussian(Emission):
         data, known = self.known(data, observed)
         if not self.event:
             data, known = data[..., None], None if known is None else known[..., None]
-        centred = data.double() - self._centre()
-        known = None if known is None else known.expand_as(centred)
-        counts, values = torch.ones_like(centred), centred
+        centered = data.double() - self._center()
+        known = None if known is None else known.expand_as(centered)
+        counts, values = torch.ones_like(centered), centered
         if known is not None:
             used = known.all(-1, keepdim=True) if self.has_matrices else known
-            values, counts = centred.masked_fill(~used, 0.0), used.double().expand_as(centred)
+            values, counts = centered.masked_fill(~used, 0.0), used.double().expand_as(centered)
         if not self.has_matrices:
-            return torch.cat((counts, values, values * values), -1), centred, known
-        return torch.cat((counts[..., :1], values, self._products(values, values).flatten(-2)), -1), centred, known
+            return torch.cat((counts, values, values * values), -1), centered, known
+        return torch.cat((counts[..., :1], values, self._products(values, values).flatten(-2)), -1), centered, known
 
-    def _patterns(self, centred: Tensor, known: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+    def _patterns(self, centered: Tensor, known: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
         """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
 
         Yields the variable, m rows, the pattern `[d]`, the Cholesky factors `[c, d, d]` of covariances whose missing
         entries are those of the identity, and differences from the means `[c, m, d]`, 0 where missing.
         """
         c, d = self.units[-1], self.event[0]
-        centred, known = by_group(centred, self.units), groups_of(known, self.units)
+        centered, known = by_group(centered, self.units), groups_of(known, self.units)
         means, spread = self._means().view(-1, c, d), self._spread().reshape(-1, c, d, d)
         for group, masks in enumerate(known):
             for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
                 rows = (masks == pattern).all(-1).nonzero()[:, 0]
                 inside = pattern[:, None] & pattern
                 matrices = spread[group].masked_fill(~inside, 0.0) + (~pattern).double().diag_embed()
-                away = centred[group, rows] - means[group][:, None]
+                away = centered[group, rows] - means[group][:, None]
                 yield group, rows, pattern, torch.linalg.cholesky(matrices), away.masked_fill(~pattern, 0.0)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """Expected numbers of observations, sums and products about the centre: see `Emission.statistics`."""
-        features, centred, known = self._features(data, observed)
+        """Expected numbers of observations, sums and products about the center: see `Emission.statistics`."""
+        features, centered, known = self._features(data, observed)
         statistics = weighted_sums(flow, features, self.units)
         if not self.has_matrices or known is None or not is_readable(known):
             return statistics
         c, d = self.units[-1], self.event[0]
         flows, means, spread = groups_of(flow.double(), self.units), self._means(), self._spread()
         by_unit = statistics.view(-1, c, statistics.shape[-1])
-        for group, rows, pattern, factors, away in self._patterns(centred, known):
+        for group, rows, pattern, factors, away in self._patterns(centered, known):
             covariance, weights = spread.reshape(-1, c, d, d)[group], flows[group, rows].mT  # (c, m)
             inside = pattern[:, None] & pattern
             gain = covariance @ torch.cholesky_inverse(factors).masked_fill(~inside, 0.0)
@@ -389,8 +389,8 @@ class Gaussian(Emission):
         # numbers of observations in a shape that broadcasts to the covariances
         total, squares = (counts[..., None], squares.unflatten(-1, (d, d))) if self.has_matrices else (counts, squares)
         scale, prior_count, place, mean_count = self._prior()
-        centre, before = self._centre()[..., None, :], self._means()
-        average, place = torch.where(counts > 0, sums / counts, 0.0), place - centre
+        center, before = self._center()[..., None, :], self._means()
+        average, place = torch.where(counts > 0, sums / counts, 0.0), place - center
         within = squares - self._products(sums, average)
         # features whose observations differ by no more than rounding have variance 0
         varies = self._diagonal(within) > ROUNDING * self._diagonal(squares)
@@ -408,7 +408,7 @@ class Gaussian(Emission):
         covariance = torch.where(number > 0, covariance + step * (1 - step) * moves, old)
         if (self.factors if self.has_matrices else self.log_scales).requires_grad:
             self._refuse_singular(covariance)
-        self._store(torch.lerp(before, means, step) + centre, covariance, trained_only=True)
+        self._store(torch.lerp(before, means, step) + center, covariance, trained_only=True)
 
     def _refuse_singular(self, covariance: Tensor) -> None:
         """Raise an error for a unit whose covariance is singular but for rounding."""
