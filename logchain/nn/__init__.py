@@ -13,8 +13,11 @@ from .emissions import (
     Distribution,
     Emission,
     Gaussian,
+    LinearGaussian,
     Mixture,
+    Multinomial,
     Poisson,
+    Product,
 )
 from .fitting import Fit, fit
 from .hmm import HMM, FilteredStates, Forecast, Sample
@@ -45,10 +48,13 @@ __all__ = [
     "Gamma",
     "Gaussian",
     "LinearChainCRF",
+    "LinearGaussian",
     "LogWeights",
     "Mixture",
+    "Multinomial",
     "NormalInverseWishart",
     "Poisson",
+    "Product",
     "Sample",
     "SemiMarkovCRF",
     "SumLayer",

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths
+from ..arguments import Lengths, check_choice
 from ..chain_arguments import ChainArguments
 from ..matmul import matmul
 from ..product import product
@@ -15,8 +15,8 @@ from ..viterbi import viterbi
 from .chain_model import ChainModel
 from .checks import check_count, check_last_axes
 from .data import Sequences
+from .emissions import Bernoulli, Categorical, Gaussian
 from .emissions.emission import Emission
-from .emissions.named import named
 from .log_weights import LogWeights
 
 
@@ -46,9 +46,8 @@ class ChainCircuit(ChainModel):
         num_variables: v.
         num_states: c.
         num_repetitions: t.
-        input: "categorical", "bernoulli", "binomial" or "gaussian", or an `Emission` with units `[t, v, c]`.
+        input: "categorical", "bernoulli" or "gaussian", or an `Emission` with units `[t, v, c]`.
         num_categories: K, for categorical variables.
-        total_count: number of trials, for binomial variables.
         transition: `Transitions` with `lead=(t, v - 1)`, or 1 in the place of either for weights that are shared; or a
             module whose call returns a structure of `logchain.transitions` of logarithms. By default each step of each
             repetition has a trained matrix.
@@ -110,7 +109,6 @@ class ChainCircuit(ChainModel):
         input: str | Emission = "categorical",
         *,
         num_categories: int | None = None,
-        total_count: int | None = None,
         transition: torch.nn.Module | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -118,9 +116,13 @@ class ChainCircuit(ChainModel):
         super().__init__()
         for name, size in zip(("num_repetitions", "num_variables", "num_states"), (t, v, c), strict=True):
             check_count(name, size)
-        names = "categorical", "bernoulli", "binomial", "gaussian"
-        options = {"num_categories": num_categories, "total_count": total_count}
-        layer = named("input", input, names, (t, v, c), options, generator)
+        layer: object = input
+        if isinstance(input, str):
+            check_choice("input", input, ("categorical", "bernoulli", "gaussian"))
+            if input == "categorical":
+                layer = Categorical((t, v, c), num_categories, generator=generator)  # type: ignore[arg-type]
+            else:
+                layer = {"bernoulli": Bernoulli, "gaussian": Gaussian}[input]((t, v, c), generator=generator)
         if not isinstance(layer, Emission):
             raise TypeError(f"input: expected a name or a logchain.nn.Emission, got {type(layer).__name__}")
         if layer.units != (t, v, c):

@@ -1,7 +1,6 @@
 """Trained durations of states: hidden semi-Markov models."""
 
 import math
-from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from ..transitions import Duration
 from .checks import check_count
 from .emissions.distribution import Distribution
 from .emissions.emission import Emission
+from .lbfgs import maximize_by_lbfgs
 from .log_weights import LogWeights
 from .priors import Dirichlet
 from .transitions import Transitions
@@ -120,28 +120,12 @@ class FamilyWeights(LogWeights):
 
     def _store(self, probabilities: Tensor) -> None:
         """Set the family's parameters to the best that a maximization of `sum probabilities log q` meets."""
-        parameters, best = list(self.family.parameters()), math.inf
-        optimizer = torch.optim.LBFGS(parameters, max_iter=100, line_search_fn="strong_wolfe")
-        values = [parameter.detach().clone() for parameter in parameters]
 
-        def cross_entropy() -> Tensor:
-            nonlocal best, values
-            optimizer.zero_grad()
-            terms = probabilities * self().masked_fill(probabilities == 0, 0.0)  # not 0 times -inf
-            loss: Tensor = -terms.sum()
-            if not loss.isfinite():  # the supremum may lie at infinity, where a line search leaves the numbers
-                raise FloatingPointError
-            if loss < best:
-                best, values = loss.item(), [parameter.detach().clone() for parameter in parameters]
-            loss.backward()
-            return loss
+        def likelihood() -> Tensor:
+            terms: Tensor = (probabilities * self().masked_fill(probabilities == 0, 0.0)).sum()  # not 0 times -inf
+            return terms
 
-        with suppress(FloatingPointError):
-            optimizer.step(cross_entropy)
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.copy_(value)
+        maximize_by_lbfgs(list(self.family.parameters()), likelihood, 100)
 
 
 def _family(name: str, num_states: int, mean: float, generator: torch.Generator | None) -> Distribution:

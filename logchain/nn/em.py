@@ -25,9 +25,9 @@ class Part(Protocol):
 
 
 def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of a model that expectation maximization fits: each `Part` all of whose parameters are trained."""
+    """The modules of a model that expectation maximization fits: each `Part` of which a parameter is trained."""
     parts = [part for part in model.modules() if isinstance(part, Part)]
-    return [part for part in parts if all(parameter.requires_grad for parameter in part.parameters())]
+    return [part for part in parts if any(parameter.requires_grad for parameter in part.parameters())]
 
 
 def expected_statistics(
@@ -69,7 +69,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
 
     Args:
         model: a module; fitted are its submodules (or itself) that have methods `statistics` and `maximize`, as
-            `LogWeights` and most input layers have, and all of whose parameters are trained.
+            `LogWeights` and most emissions have, and of which any parameter is trained.
         log_likelihoods: for each batch, a function that computes its log-likelihood (a scalar, nats) by calling the
             model. The statistics of all batches are added up before the parameters change.
         step: in 0..1, the part of the way to the maximum that the mean parameters move; less than 1 for mini-batches.

@@ -434,7 +434,7 @@ class HMM(ChainModel):
         if not getattr(self.transition, "right_censored", True) and bool((states < 0).any()):
             expected = "a sum of possible durations, since no segment may go on after the last step"
             raise ValueError(f"num_steps: expected {expected}, got {num_steps}")
-        options = {"covariates": covariates} if takes_covariates(emission) else {}
+        options: dict[str, Any] = {"covariates": covariates} if takes_covariates(emission) else {}
         return Sample(states, emission.draw(over(states, states.shape + emission.units[:-1]), generator, **options))
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ def _mixture(model: Any) -> Emission:
 def _layer(model: Any, covariance: Any) -> Gaussian:
     means, kind = _float64(model.means_), model.covariance_type
     *units, d = means.shape
-    layer = Gaussian(tuple(units), d, "diagonal" if kind == "diag" else kind).double()
+    layer = Gaussian(tuple(units), d, kind).double()
     layer.set(means, _float64(covariance))
     return layer
 

@@ -223,7 +223,7 @@ def hmm(n: int = 200, v: int = 50, c: int = 50, iterations: int = 50) -> Iterato
     start.initialize(data, generator=generator)
     with torch.no_grad():
         weights = [part.double().softmax(-1).numpy() for part in (start.initial(), start.transition()[0])]
-        moments = [part.double()[:, None].numpy() for part in (start.emission.means, start.emission.covariance())]
+        moments = [part.double()[:, None].numpy() for part in (start.emission.means, start.emission.variances)]
 
     def ours(iterations: int = iterations) -> float:
         fit = copy.deepcopy(start).fit(data, restarts=0, max_iterations=iterations, tolerance=-math.inf)
@@ -241,7 +241,7 @@ def hmm(n: int = 200, v: int = 50, c: int = 50, iterations: int = 50) -> Iterato
     @torch.no_grad()
     def pomegranate() -> DenseHMM:
         """It has probabilities of ending, which are 1 at first."""
-        moments = zip(start.emission.means[:, None], start.emission.covariance()[:, None], strict=True)
+        moments = zip(start.emission.means[:, None], start.emission.variances[:, None], strict=True)
         states = [Normal(means, variances, covariance_type="diag") for means, variances in moments]
         starts, edges = start.initial().exp(), start.transition()[0].exp()
         model = DenseHMM(states, edges=edges, starts=starts, ends=torch.ones(c))

@@ -9,7 +9,18 @@ import scipy.special
 import scipy.stats
 import torch
 
-from logchain.nn import Bernoulli, Binomial, Categorical, Distribution, Gaussian, Mixture, Poisson
+from logchain.nn import (
+    Bernoulli,
+    Binomial,
+    Categorical,
+    Distribution,
+    Gaussian,
+    Mixture,
+    Multinomial,
+    Poisson,
+    Product,
+)
+from logchain.nn.parameters import arithmetic
 from tests.seeded import seeded
 
 F64 = torch.float64
@@ -35,7 +46,7 @@ def vectors(rng, shape):
 def gaussian(units, *sizes):
     layer = Gaussian(units, *sizes, generator=seeded())
     with torch.no_grad():
-        spread = layer.log_scales if layer.factorised else layer.factors
+        spread = layer.factors if layer.has_matrices else layer.log_scales
         spread.normal_(0, 0.5, generator=seeded(1))
     return layer
 
@@ -51,7 +62,7 @@ def normal_vectors(units):
 
 
 def gaussian_density(layer, y):
-    return normals(layer.units, array(layer.means), array(layer.covariance()), y)
+    return normals(layer.units, array(layer.means), array(layer.covariances if layer.event else layer.variances), y)
 
 
 def normals(units, means, covariances, y):
@@ -68,7 +79,7 @@ def mixture_density(layer, y):
 
 
 def values_of(layer):
-    return {name: array(value) for name, value in layer.parameters_of_units().items()}
+    return {name: array(layer.transforms[name](arithmetic(value))) for name, value in layer.free.items()}
 
 
 def gamma_density(layer, y):
@@ -86,11 +97,30 @@ def categorical_density(layer, y):
 
 
 def binomial_density(layer, y, total_count):
-    return scipy.stats.binom(total_count, scipy.special.expit(array(layer.logits))).logpmf(np.asarray(y)[..., None])
+    return scipy.stats.binom(total_count, array(layer.probabilities)).logpmf(np.asarray(y)[..., None])
 
 
 def poisson_density(layer, y):
     return scipy.stats.poisson(np.exp(array(layer.log_rates))).logpmf(np.asarray(y)[..., None])
+
+
+def multinomial_density(layer, y):
+    shares = array(layer.probabilities)
+    return scipy.stats.multinomial.logpmf(np.asarray(y)[..., None, :], np.asarray(y).sum(-1)[..., None], shares)
+
+
+def weather(units):
+    return Product(gaussian(units, 2, "full"), Bernoulli(units, generator=seeded(2)), distribution(units))
+
+
+def weather_data(rng, shape):
+    parts = rng.normal(size=(*shape, 2)), rng.integers(2, size=(*shape, 1)), rng.gamma(2, size=(*shape, 1))
+    return np.concatenate(parts, -1)
+
+
+def weather_density(layer, y):
+    pair, rain, waits = layer.families
+    return gaussian_density(pair, y[..., :2]) + binomial_density(rain, y[..., 2], 1) + gamma_density(waits, y[..., 3])
 
 
 def seeded_layer(kind, *sizes):
@@ -109,19 +139,32 @@ FAMILIES = {
     "gaussian": Family(gaussian, lambda rng, shape: rng.normal(size=shape), gaussian_density),
     **{
         f"gaussian-{kind}": Family(lambda units, kind=kind: gaussian(units, D, kind), vectors, gaussian_density)
-        for kind in ("diagonal", "spherical", "full", "tied")
+        for kind in ("diag", "spherical", "full", "tied")
     },
     "mixture": Family(
         lambda units: Mixture(Gaussian((*units, 2), D, generator=seeded()), generator=seeded(2)),
         vectors,
         mixture_density,
     ),
+    "multinomial": Family(
+        seeded_layer(Multinomial, D, 6),
+        lambda rng, shape: rng.multinomial(6, [0.2, 0.3, 0.5], size=shape),
+        multinomial_density,
+    ),
+    "product": Family(weather, weather_data, weather_density),
+    "student": Family(
+        lambda units: Distribution("StudentT", units, spread=0.5, generator=seeded()),
+        lambda rng, shape: rng.standard_t(3, size=shape),
+        lambda layer, y: scipy.stats.t(*[values_of(layer)[name] for name in ("df", "loc", "scale")]).logpdf(
+            np.asarray(y)[..., None]
+        ),
+    ),
     "gamma": Family(distribution, lambda rng, shape: rng.gamma(2.0, size=shape), gamma_density),
     "normal-vectors": Family(normal_vectors, vectors, normal_vectors_density),
 }
 COUNTS = ["categorical", "bernoulli", "binomial", "poisson"]
-# families with an M step: parameters of a Distribution have no maximum in closed form
-CLOSED = [name for name in FAMILIES if name not in ("gamma", "normal-vectors")]
+# families with a maximum in closed form
+CLOSED = [name for name in FAMILIES if name not in ("gamma", "normal-vectors", "student", "product")]
 
 
 def drawn(name, units, lead=(7,), dtype=torch.float32):

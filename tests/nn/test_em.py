@@ -4,9 +4,26 @@ import copy
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
-from logchain.nn import Binomial, Gaussian, LogWeights, Poisson, em_step, fit
+from logchain.nn import (
+    HMM,
+    Binomial,
+    Categorical,
+    Dirichlet,
+    Distribution,
+    Gamma,
+    Gaussian,
+    LinearGaussian,
+    LogWeights,
+    Multinomial,
+    NormalInverseWishart,
+    Poisson,
+    Product,
+    em_step,
+)
+from tests.adapted import normal
 from tests.nn.emissions import CLOSED, COUNTS, FAMILIES
 from tests.seeded import seeded
 
@@ -68,7 +85,7 @@ def test_step_reaches_the_maximum(name):
                 parameter -= size * noise
     torch.testing.assert_close(model.shares().exp().detach(), flow[:, 0].mean(0))
     if name in ("gaussian-spherical", "gaussian-tied"):
-        found = layer.covariance().detach()
+        found = layer.variances if name == "gaussian-spherical" else layer.covariances
         shared = found[..., :1] if name == "gaussian-spherical" else found[..., :1, :, :]
         assert torch.equal(found, shared.expand_as(found))
 
@@ -78,10 +95,11 @@ def moments(layer):
     if isinstance(layer, Poisson):
         return layer.log_rates.exp()
     if isinstance(layer, Binomial):
-        return layer.logits.sigmoid()
+        return layer.probabilities
     means = layer.means.detach()
-    squares = means.square() if layer.factorised else means[..., :, None] * means[..., None, :]
-    return torch.cat((means.flatten(), (layer.covariance().detach() + squares).flatten()))
+    squares = means[..., :, None] * means[..., None, :] if layer.has_matrices else means.square()
+    spread = layer.covariances if layer.has_matrices else layer.variances
+    return torch.cat((means.flatten(), (spread + squares).flatten()))
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -95,7 +113,7 @@ def test_partial_step_is_linear_in_the_moments_and_gains(name):
     torch.testing.assert_close(none.layer(data), model.layer(data))
     torch.testing.assert_close(none.shares(), model.shares())
     assert part.log_prob(data, observed).sum() > before
-    if name in ("gaussian", "gaussian-diagonal", "gaussian-full", "poisson", "binomial"):
+    if name in ("gaussian", "gaussian-diag", "gaussian-full", "poisson", "binomial"):
         torch.testing.assert_close(moments(part.layer), 0.7 * moments(model.layer) + 0.3 * moments(whole.layer))
 
 
@@ -105,7 +123,7 @@ def test_state_without_data_stays(name):
     model.shares.set(torch.tensor([1.0, 0.0]))
     before = copy.deepcopy(model.layer)
     step(model, data, observed)
-    values = torch.zeros(1, 3, *model.layer.event, dtype=data.dtype)
+    values = data[:1]
     after, was = model.layer(values), before(values)
     assert not torch.allclose(after[..., 0], was[..., 0])
     if name != "gaussian-tied":  # which shares the covariance
@@ -142,7 +160,8 @@ def test_data_far_from_zero_cost_no_digits(options):
     centered = ((noise + 1e6) - 1e6).numpy()
     expected = np.cov(centered.T, ddof=0)
     expected = expected if "covariance" in options or not options else np.diagonal(expected)
-    np.testing.assert_allclose(layer.covariance()[0].detach(), expected, rtol=1e-6)
+    found = layer.covariances if "covariance" in options else layer.variances
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
     np.testing.assert_allclose(layer.means[0].detach() - 1e6, centered.mean(0), atol=1e-9)
 
 
@@ -152,9 +171,9 @@ def test_missing_features_do_not_count():
     expected = torch.tensor([[1.0, 0.25]], dtype=F64)
     em_step(layer, [lambda: layer(data).sum()])
     torch.testing.assert_close(layer.means.detach(), torch.tensor([[2.0, 5.5]], dtype=F64))
-    torch.testing.assert_close(layer.covariance().detach(), expected)
+    torch.testing.assert_close(layer.variances, expected)
     layer.initialize(data, generator=seeded())
-    torch.testing.assert_close(layer.covariance().detach(), expected)
+    torch.testing.assert_close(layer.variances, expected)
     near = torch.tensor([[1.0, 5.5], [3.0, 5.0], [2.0, 6.0]], dtype=F64)
     assert (near == layer.means.detach()).all(-1).any(), "an observation, at the mean where it is missing"
 
@@ -165,15 +184,136 @@ def test_parts_that_are_not_trained_stay():
     before = model.shares().clone()
     step(model, data, observed)
     assert torch.equal(model.shares(), before)
-    # part of a layer is not trained
-    model.layer = Gaussian((3, 2)).double()
-    model.layer.means.requires_grad_(False)
-    means, scales = model.layer.means.clone(), model.layer.log_scales.clone()
-    step(model, data.double(), observed)
-    assert torch.equal(model.layer.log_scales, scales)
-    fit(model, data.double(), method="gradient", max_iterations=1, restarts=0)
-    assert torch.equal(model.layer.means, means) and torch.equal(model.shares(), before)
-    assert not torch.equal(model.layer.log_scales, scales)
+
+
+@pytest.mark.parametrize("prior", [None, NormalInverseWishart(0.5, 3.0, 1.0, 2.0)])
+@pytest.mark.parametrize("frozen", ["nothing", "means", "spread"])
+@pytest.mark.parametrize("covariance", ["spherical", "diag", "full", "tied"])
+def test_gaussian_maximum_of_the_posterior_has_gradient_zero(covariance, frozen, prior):
+    layer, data = Gaussian(2, 3, covariance, prior=prior, generator=seeded()).double(), normal(60, 3)
+    flow = torch.rand(60, 2, generator=seeded(1), dtype=F64)
+    parameters = {"means": layer.means, "spread": layer.factors if layer.has_matrices else layer.log_scales}
+    if frozen in parameters:
+        parameters.pop(frozen).requires_grad_(False)
+    before = [parameter.clone() for parameter in layer.parameters()]
+    layer.maximize(layer.statistics(flow, data))
+    objective = (flow * layer(data)).sum() + layer.log_prior()
+    for slope in torch.autograd.grad(objective, list(parameters.values())):
+        assert slope.abs().max() < 1e-9
+    for parameter, old in zip(layer.parameters(), before, strict=True):
+        assert torch.equal(parameter, old) is not parameter.requires_grad
+
+
+@pytest.mark.parametrize("family", ["poisson", "binomial", "multinomial", "categorical"])
+def test_maximum_of_the_posterior_of_counts_has_gradient_zero(family):
+    layer, data = {
+        "poisson": lambda: (Poisson(2, prior=Gamma(3.0, 2.0)), [[0], [1], [5]]),
+        "binomial": lambda: (Binomial(2, 7, prior=Dirichlet(torch.tensor([2.0, 3.0]))), [[0], [1], [5]]),
+        "multinomial": lambda: (Multinomial(2, 3, prior=Dirichlet(2.0)), [[[1, 0, 2]], [[1, 0, 2]], [[3, 0, 0]]]),
+        "categorical": lambda: (Categorical(2, 3, prior=Dirichlet(1.5)), [[0], [1], [1]]),
+    }[family]()
+    layer, data = layer.double(), torch.tensor(data)[:, 0]
+    flow = torch.rand(3, 2, generator=seeded(1), dtype=F64)
+    em_step(layer, [lambda: (flow * layer(data)).sum()])
+    prior = layer.log_prior() if family == "poisson" else layer.weights.log_prior()
+    objective = (flow * layer(data)).sum() + prior
+    assert prior.item() != 0
+    for slope in torch.autograd.grad(objective, list(layer.parameters())):
+        assert slope.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("covariance", ["full", "tied"])
+def test_missing_features_of_vectors_are_marginalized(covariance):
+    layer, data = Gaussian((2, 3), 3, covariance, generator=seeded()).double(), normal(50, 2, 3)
+    with torch.no_grad():
+        layer.factors.normal_(0, 0.5, generator=seeded(1))
+    known = torch.rand(50, 2, 3, generator=seeded(2)) < 0.6
+    means, covariances = layer.means.detach().numpy(), layer.covariances.numpy()
+    found = layer(data.where(known, torch.nan))
+    for row, variable, unit in np.ndindex(50, 2, 3):
+        at = known[row, variable].numpy()
+        normal_at = scipy.stats.multivariate_normal
+        truth = 0.0
+        if at.any():
+            inside = covariances[variable, unit][np.ix_(at, at)]
+            truth = normal_at(means[variable, unit][at], inside).logpdf(data[row, variable].numpy()[at])
+        assert abs(found[row, variable, unit].item() - truth) < 1e-12
+    # the gradient of the expected log-likelihood of complete data is that of the observed, and EM never falls
+    flow = torch.rand(50, 2, 3, generator=seeded(3), dtype=F64)
+    history = []
+    for _ in range(300):
+        objective = (flow * layer(data, known)).sum()
+        history.append(objective.item())
+        layer.maximize(layer.statistics(flow, data, known))
+    assert all(after >= before - 1e-9 for before, after in zip(history, history[1:], strict=False))
+    objective = (flow * layer(data, known)).sum()
+    for slope in torch.autograd.grad(objective, list(layer.parameters())):
+        assert slope.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["StudentT", "NegativeBinomial", "Gamma", "VonMises", "LogNormal"])
+def test_default_step_reaches_the_maximum_of_a_family_of_torch(family):
+    torch.manual_seed(0)
+    layer = Distribution(family, 2, generator=seeded()).double()
+    data = (
+        {
+            "StudentT": torch.distributions.StudentT(4.0, 1.0, 2.0),
+            "NegativeBinomial": torch.distributions.NegativeBinomial(4.0, 0.5),
+            "Gamma": torch.distributions.Gamma(4.0, 2.0),
+            "VonMises": torch.distributions.VonMises(1.0, 2.0),
+            "LogNormal": torch.distributions.LogNormal(1.0, 0.3),
+        }[family]
+        .sample((500,))
+        .double()
+    )
+    layer.initialize(data, generator=seeded(2))
+    flow = torch.rand(500, 2, generator=seeded(1), dtype=F64)
+    for _ in range(3):
+        before = (flow * layer(data)).sum()
+        em_step(layer, [lambda at=at: (flow[at] * layer(data[at])).sum() for at in (slice(100), slice(100, None))])
+        assert (flow * layer(data)).sum() >= before - 1e-9
+    objective = (flow * layer(data)).sum() / flow.sum()
+    for slope in torch.autograd.grad(objective, list(layer.parameters())):
+        assert slope.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("d", "covariance"), [(None, "diag"), (2, "diag"), (2, "full")])
+def test_regression_equals_least_squares_with_weights(d, covariance, bias):
+    layer = LinearGaussian(2, 3, d, covariance, bias=bias, generator=seeded()).double()
+    data, covariates = normal(40, d or 1), normal(40, 3, seed=1)
+    data = data if d else data[:, 0]
+    missing, flow = torch.rand(40, generator=seeded(2)) < 0.2, torch.rand(40, 2, generator=seeded(1), dtype=F64)
+    holes = data.masked_fill(missing[:, None] if d else missing, torch.nan)
+    em_step(layer, [lambda: (flow * layer(holes, covariates=covariates)).sum()])
+    rows = np.column_stack([covariates, np.ones(40)] if bias else [covariates])
+    for unit in range(2):
+        weights = np.sqrt(np.where(missing, 0, flow[:, unit]))[:, None]
+        y = data.reshape(40, -1).numpy()
+        expected = np.linalg.lstsq(weights * rows, weights * y, rcond=None)[0].T
+        np.testing.assert_allclose(layer.weights[unit].detach(), expected[:, :3], rtol=1e-9)
+        if bias:
+            np.testing.assert_allclose(layer.bias[unit].detach(), expected[:, 3], rtol=1e-9)
+        rest = weights * (y - rows @ expected.T)
+        scatter = rest.T @ rest / (weights**2).sum()
+        scatter = scatter if covariance == "full" else np.diag(np.diag(scatter))
+        np.testing.assert_allclose(layer.covariances[unit], scatter, rtol=1e-9)
+
+
+def test_regression_with_frozen_coefficients_has_gradient_zero():
+    layer, data, covariates = LinearGaussian(2, 3, 2, "full", generator=seeded()).double(), normal(40, 2), normal(40, 3)
+    flow = torch.rand(40, 2, generator=seeded(1), dtype=F64)
+    for name in ("bias", "weights"):
+        getattr(layer, name).requires_grad_(False)
+        before = getattr(layer, name).clone()
+        em_step(layer, [lambda: (flow * layer(data, covariates=covariates)).sum()])
+        assert torch.equal(getattr(layer, name), before)
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        for slope in torch.autograd.grad((flow * layer(data, covariates=covariates)).sum(), trained):
+            assert slope.tril().abs().max() < 1e-9
+    layer.requires_grad_(True)
+    with pytest.raises(ValueError, match="linearly independent"):
+        em_step(layer, [lambda: (flow * layer(data, covariates=covariates[:, :1].expand(-1, 3))).sum()])
 
 
 def test_log_weights_start_uniformly_over_the_simplex():
@@ -181,3 +321,18 @@ def test_log_weights_start_uniformly_over_the_simplex():
     # uniform over the simplex: the mean is 1/3, the variance 1/18
     torch.testing.assert_close(many.mean(0), torch.full((3,), 1 / 3), atol=3e-3, rtol=0)
     torch.testing.assert_close(many.var(0), torch.full((3,), 1 / 18), atol=1e-3, rtol=0)
+
+
+def test_product_of_families_is_fitted_and_sampled():
+    hmm = HMM(2, Product(Gaussian(2, 2, "full"), Poisson(2), Distribution("Gamma", 2)), generator=seeded()).double()
+    pair, counts, waits = hmm.emission.families
+    pair.set(torch.tensor([[0.0, 0.0], [4.0, 4.0]]), torch.eye(2))
+    counts.set(torch.tensor([2.0, 9.0]))
+    torch.manual_seed(0)
+    states, data = hmm.sample(5, 40, generator=seeded(1))
+    data[0, :9, 0], data[1, :9, 2], data[2, :9] = torch.nan, torch.nan, torch.nan
+    report = hmm.fit(data, generator=seeded(2), tolerance=-torch.inf, max_iterations=8)
+    assert all(after >= before - 1e-6 for before, after in zip(report.history, report.history[1:], strict=False))
+    agree = (hmm.decode(data).states == states).double().mean()
+    assert max(agree, 1 - agree) > 0.9
+    torch.testing.assert_close(counts.rates.sort().values, torch.tensor([2.0, 9.0], dtype=F64), rtol=0.2, atol=0)

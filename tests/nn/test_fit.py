@@ -8,18 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, Gaussian, LogWeights, fit
+from logchain.nn import (
+    HMM,
+    Categorical,
+    ChainCircuit,
+    DegenerateError,
+    DegenerateWarning,
+    Gaussian,
+    LogWeights,
+    NormalInverseWishart,
+    fit,
+)
 from tests.nn.hmms import F64, MODELS, V, array, categories, close, network, random_hmm, trained
 from tests.seeded import seeded
 
-COVARIANCES = {"diagonal": {}} | {
-    kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")
-}
+COVARIANCES = {"diag": {}} | {kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")}
 
 
 def normal(kind, *shape, seed=0, dtype=F64):
     """Data for a Gaussian emission."""
-    event = () if kind == "diagonal" else (2,)
+    event = () if kind == "diag" else (2,)
     return torch.randn(*shape, *event, generator=seeded(seed), dtype=dtype)
 
 
@@ -47,7 +55,7 @@ def test_em_step_takes_expected_counts_of_the_enumeration_whatever_the_batches()
 
 def numbers(**options):
     """A model of numbers, data of which some are missing, and lengths."""
-    data, lengths = normal("diagonal", 20, 6), torch.randint(1, 7, (20,), generator=seeded())
+    data, lengths = normal("diag", 20, 6), torch.randint(1, 7, (20,), generator=seeded())
     data[3, 2] = torch.nan
     return random_hmm(Gaussian(3, generator=seeded()), **options), data, {"lengths": lengths}
 
@@ -158,7 +166,7 @@ def test_progress_is_shown_without_gradients_outside(capsys):
 
 def test_degenerate_starts_are_skipped():
     """Of four states for twenty numbers; none with a prior."""
-    hmm, data = HMM(4, "gaussian", generator=seeded(9)), normal("diagonal", 20, seed=9, dtype=torch.float32)
+    hmm, data = HMM(4, "gaussian", generator=seeded(9)), normal("diag", 20, seed=9, dtype=torch.float32)
     options = {"restarts": 3, "max_iterations": 100}
     report, messages = fitted(hmm, data, generator=seeded(9), **options)
     assert report.set_aside and report.set_aside + len(report.starts) == 3
@@ -167,14 +175,14 @@ def test_degenerate_starts_are_skipped():
     (message,) = messages
     assert message.count("got 0 for unit [") == report.set_aside
     for dtype in (torch.bfloat16, torch.float32, F64):
-        model = HMM(4, Gaussian(4, prior_scatter=0.01)).to(dtype)
+        model = HMM(4, Gaussian(4, prior=NormalInverseWishart(0.01, -2.0))).to(dtype)
         assert fitted(model, data.to(dtype), generator=seeded(9), **options)[1] == []
 
 
 def test_first_error_is_raised_where_every_start_is_degenerate():
     data = torch.tensor([0.0, 1.0, 5.0])
     hmm = HMM(5, "gaussian", generator=seeded())
-    with pytest.raises(DegenerateError, match=r"got 0 for unit \[\d\], .* prior_scatter.* 1 of 4, all"):
+    with pytest.raises(DegenerateError, match=r"got 0 for unit \[\d\], .* prior=.* 1 of 4, all"):
         hmm.fit(data, restarts=4, generator=seeded())
     with pytest.raises(ValueError, match=r"got 0 for unit \[\d\].*fewer units$"):
         hmm.fit(data, generator=seeded())
@@ -183,22 +191,22 @@ def test_first_error_is_raised_where_every_start_is_degenerate():
 @pytest.mark.parametrize("kind", COVARIANCES)
 def test_constant_and_missing_data_are_fitted_with_a_prior(kind):
     data = torch.full_like(normal(kind, 9), 3.0).float()
-    with pytest.raises(ValueError, match="expected at least two different observations .*, or prior_scatter, got one"):
+    with pytest.raises(ValueError, match="expected at least two different observations .*, or a prior, got one"):
         HMM(2, Gaussian(2, **COVARIANCES[kind])).fit(data, restarts=3)
-    hmm = HMM(2, Gaussian(2, prior_scatter=0.9, prior_count=1.0, **COVARIANCES[kind]))
+    hmm = HMM(2, Gaussian(2, prior=NormalInverseWishart(0.9, 3.0), **COVARIANCES[kind]))
     report = hmm.fit(data, restarts=3, generator=seeded())
-    assert report.set_aside == 0 and hmm.emission.covariance().isfinite().all()
+    assert report.set_aside == 0 and hmm.emission.covariances.isfinite().all()
     data = normal(kind, 40)
     data[5:15] = torch.nan
     if kind == "spherical":
         data[20, 0] = torch.nan
-    hmm = HMM(2, Gaussian(2, prior_scatter=0.1, **COVARIANCES[kind])).double()
+    hmm = HMM(2, Gaussian(2, prior=NormalInverseWishart(0.1, 3.0), **COVARIANCES[kind])).double()
     report = hmm.fit(data, restarts=2, generator=seeded(), tolerance=-torch.inf, max_iterations=8)
     assert all(parameter.isfinite().all() for parameter in hmm.parameters())
     assert report.log_likelihood > report.history[0]
 
 
-@pytest.mark.parametrize(("kind", "scale"), [("diagonal", 1e-25), ("spherical", 1e25), ("full", 1e-25), ("tied", 1e25)])
+@pytest.mark.parametrize(("kind", "scale"), [("diag", 1e-25), ("spherical", 1e25), ("full", 1e-25), ("tied", 1e25)])
 def test_data_whose_squares_float32_cannot_hold_are_fitted(kind, scale):
     data = normal(kind, 60, dtype=torch.float32)
     hmms = [HMM(2, Gaussian(2, **COVARIANCES[kind])) for _ in range(2)]
@@ -209,7 +217,7 @@ def test_data_whose_squares_float32_cannot_hold_are_fitted(kind, scale):
 
 def test_starts_whose_gradients_overflow_are_skipped():
     leaps = iter([1e20, 1e-3, 1e-3])
-    hmm, data = HMM(2, "gaussian", generator=seeded()), normal("diagonal", 60, dtype=torch.float32)
+    hmm, data = HMM(2, "gaussian", generator=seeded()), normal("diag", 60, dtype=torch.float32)
     options = {"method": "gradient", "max_iterations": 3, "generator": seeded()}
     report, messages = fitted(hmm, data, restarts=3, optimizer=lambda p: torch.optim.SGD(p, lr=next(leaps)), **options)
     assert report.set_aside == 1 and "start 1: data: expected a finite log-likelihood, got" in messages[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logchain.nn import HMM
-from logchain.nn.priors import Dirichlet
+from logchain.nn.priors import Dirichlet, NormalInverseWishart
 from tests.nn.hmms import close
 
 engine = pytest.importorskip("hmmlearn.hmm", exc_type=ImportError)
@@ -101,7 +101,7 @@ def test_em_step_with_priors_equals_hmmlearn(covariance):
     hmm.initial.prior = Dirichlet(torch.from_numpy(model.startprob_prior))
     hmm.transition.weights[0].prior = Dirichlet(torch.from_numpy(model.transmat_prior))
     emission = hmm.emission
-    emission.prior_means, emission.prior_means_count = torch.from_numpy(model.means_prior).expand(c, d), 1.5
-    emission.prior_scatter = torch.from_numpy(model.covars_prior)
-    emission.prior_count = model.covars_weight - (d if covariance == "full" else 1)  # hmmlearn's weight of no data
+    dof = model.covars_weight - (2 * d + 2 if covariance == "full" else 4)
+    scale, mean = torch.from_numpy(model.covars_prior), torch.from_numpy(model.means_prior)
+    emission.prior = NormalInverseWishart(scale, dof, mean, 1.5)
     assert_same_fit(hmm, model, "GaussianHMM", samples, 1, 1e-12)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from logchain.nn import HMM, LogWeights
-from tests.adapted import peer
+from logchain import product
+from logchain.nn import HMM, LinearGaussian, LogWeights
+from tests.adapted import normal, peer
 from tests.seeded import seeded
 
 F64 = torch.float64
@@ -118,3 +119,21 @@ def test_growth():
     np.testing.assert_allclose(
         hmm.emission.lags.detach(), [0.013486, -0.057521, -0.246983, -0.212923], rtol=0, atol=1e-4
     )
+
+
+def test_switching_regression_and_autoregression_equal_statsmodels():
+    tsa = peer("statsmodels.tsa.api")
+    data = normal(80).cumsum(0) / 3
+    lagged, other = data[:-1, None], normal(79, 2, seed=1)
+    transitions = torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64)
+    start = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)  # stationary
+    for covariates in (lagged, other):
+        emission = LinearGaussian(2, covariates.shape[-1], generator=seeded()).double()
+        x = emission(data[1:], covariates=covariates)
+        options = {"k_regimes": 2, "exog": covariates.numpy(), "switching_variance": True}
+        model = tsa.MarkovRegression(data[1:].numpy(), **options)
+        weights = torch.cat((emission.bias[..., None], emission.weights), -1).detach()  # (c, 1, k + 1)
+        variances = emission.covariances[:, 0]
+        parameters = np.concatenate([[0.9, 0.2], weights[:, 0].T.flatten(), variances[:, 0]])
+        found = product(x, transitions, start).item()
+        assert found == pytest.approx(model.loglike(parameters), abs=1e-9)

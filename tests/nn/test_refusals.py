@@ -67,6 +67,14 @@ def circuit(**options):
     return nn.ChainCircuit(3, 2, 2, **(options or {"num_categories": 3}))
 
 
+def prior(scale):
+    return nn.NormalInverseWishart(scale, 3.0)
+
+
+def regressed(covariates):
+    return nn.LinearGaussian(2, 3)(torch.ones(4), covariates=covariates)
+
+
 CALLS = [
     (lambda: likelihood(emissions=torch.zeros(2, 3, 4)), ValueError, r"emissions: .*\[n, v, 5\], got \[2, 3, 4\]"),
     (lambda: likelihood(emissions=torch.zeros(2, 0, 5)), ValueError, r"emissions: .*at least one step.*\[2, 0, 5\]"),
@@ -147,7 +155,17 @@ CALLS = [
     (lambda: Poisson(2)(torch.ones(7), torch.ones(7)), TypeError, "observed: expected"),
     (lambda: Gaussian(()), ValueError, "units: expected a positive integer or several, got none"),
     (lambda: Gaussian(2, covariance="full"), ValueError, "num_features: expected an integer"),
-    (lambda: Gaussian(2, prior_scatter=-1.0), ValueError, "prior_scatter: expected a number from 0 on"),
+    (lambda: Gaussian(2, prior=prior(torch.ones(3))), ValueError, r"prior.scale: expected what .* \[2\], got \[3\]"),
+    (lambda: Poisson(2, prior=nn.Gamma(torch.ones(3))), ValueError, r"prior.concentration: .* \[2\], got \[3\]"),
+    (lambda: Categorical(2, 3, prior=nn.Dirichlet(torch.ones(3))), ValueError, r"prior: .* got \[3\]"),
+    (lambda: nn.Multinomial(2, 3)(torch.tensor([[0.5, 1.0, 1.0]])), ValueError, "data: expected counts, got .0.5"),
+    (lambda: nn.Product(Poisson(2), Poisson(3)), ValueError, r"^families: .* the same units, got \[\(2,\), \(3,\)\]"),
+    (lambda: nn.Product(Poisson(2), 1), TypeError, "^families: expected emissions, got int"),
+    (lambda: nn.Product(Poisson(2)).distribution(), TypeError, "^distribution: expected one of the families"),
+    (lambda: nn.Distribution("Student", 2), ValueError, "^family: expected the name of a class .*, got 'Student'"),
+    (lambda: nn.Distribution("Dirichlet", 2), ValueError, "^concentration: expected an initial value"),
+    (lambda: nn.LinearGaussian(2, 3)(torch.ones(4)), TypeError, "^covariates: expected a torch.Tensor, got NoneType"),
+    (lambda: regressed(torch.ones(4, 2)), ValueError, r"^covariates: expected shape \[..., 3\], got \[4, 2\]"),
     (lambda: Binomial(2, -1), ValueError, "total_count: expected a non-negative integer, got -1"),
     (lambda: Mixture(Poisson(2)), ValueError, "layer: expected units"),
     (lambda: distribution((2,), concentration=-1.0), ValueError, "concentration: expected"),
@@ -190,8 +208,7 @@ CALLS = [
     (lambda: moved_by(BANDED).log_prob(DATA, covariates=DATA), ValueError, "covariates: expected None"),
     (lambda: moved_by(PER_STEP, initial="stationary").log_prob(DATA), ValueError, "initial: .*3 transition matrices"),
     (lambda: circuit().log_prob(DATA), ValueError, r"^data: expected shape \[..., 3\], got \[5, 4\]$"),
-    (lambda: circuit(input="poisson"), ValueError, "^input: .* or an input layer, got 'poisson'$"),
-    (lambda: circuit(input="gaussian", total_count=4), ValueError, "^total_count: expected None with input='gaussian'"),
+    (lambda: circuit(input="poisson"), ValueError, "^input: .* got 'poisson'$"),
     (lambda: circuit(input=Poisson((2, 3, 2))).conditionals(DATA[:, 1:]), TypeError, "^input: .* got Poisson$"),
     (lambda: circuit(input=PLANE).mpe(VECTORS[:, 1:], VECTORS[:, 1:] > 0), ValueError, "^data: .* whole"),
 ]

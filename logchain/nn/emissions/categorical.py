@@ -1,5 +1,7 @@
 """Categorical observations, with probabilities for each hidden unit."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributions import constraints
@@ -8,19 +10,35 @@ from ..checks import check_count
 from ..log_weights import LogWeights
 from ..priors import Dirichlet
 from .emission import Emission
-from .starts import observations
 
 # number of observations of one variable whose gradients are summed sequentially
 _BLOCK = 4096
 
 
-class Categorical(Emission):
+class Weighted(Emission):
+    """An emission whose only parameters are probabilities, the `weights`, which are fitted as a separate part."""
+
+    statistics: Any = None
+    weights: LogWeights
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The probabilities, in the shape of the weights, without gradients."""
+        weights: Tensor = self.weights()
+        return weights.detach().exp()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the probabilities again, uniformly over the simplex."""
+        self.weights.reset_parameters(generator)
+
+
+class Categorical(Weighted):
     r"""Categorical observations: `log p(k | unit)` is looked up in a table of log-probabilities.
 
     Args:
         units: `[*U, c]`, or `c` alone.
         num_categories: K; data are integers from 0 to K-1, of any dtype.
-        prior: a `Dirichlet` density whose concentration broadcasts to `[*U, K, c]`; see `LogWeights`.
+        prior: of the probabilities `[*U, K, c]`, see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `Emission`.
@@ -49,7 +67,7 @@ class Categorical(Emission):
     ) -> None:
         check_count("num_categories", num_categories)
         super().__init__(units)
-        self.num_values: int = num_categories
+        self.num_values = num_categories
         self.support = constraints.integer_interval(0, num_categories - 1)
         self.expected = f"integers from 0 to {num_categories - 1}"
         shape = *self.units[:-1], num_categories, self.units[-1]
@@ -58,25 +76,6 @@ class Categorical(Emission):
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Categorical:
         """The categorical distributions: see `Emission.distribution`."""
         return torch.distributions.Categorical(logits=self.weights().mT[at], validate_args=False)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly over the simplex: see `Emission.reset_parameters`."""
-        self.weights.reset_parameters(generator)
-
-    @torch.no_grad()
-    def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> None:
-        """Set the probabilities to frequencies in the data (one observation spread over all added) times noise.
-
-        See `Emission.initialize`.
-        """
-        rows, known = observations(self, data, observed)  # (g, n, 1)
-        counts = rows.new_zeros(len(rows), self.num_values)
-        counts.scatter_add_(1, rows[..., 0].long(), known[..., 0].double())
-        noise = self.weights.logits.new_empty(self.weights.logits.shape).exponential_(generator=generator)
-        weights = (counts + 1 / self.num_values).view(*self.units[:-1], -1, 1) * noise
-        self.weights.set(weights / weights.sum(-2, keepdim=True))
 
     def log_density(self, data: Tensor) -> Tensor:
         """The log-probabilities of the data, looked up in the tables of all variables: see `Emission.log_density`."""

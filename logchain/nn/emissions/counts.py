@@ -1,34 +1,31 @@
-"""Observations that are counts: Poisson, binomial and Bernoulli, with a rate or a probability for each hidden unit."""
+"""Observations that are counts: Poisson, binomial, Bernoulli and multinomial."""
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
-from torch.nn.functional import logsigmoid
 
-from ..checks import check_count, check_prior
+from ..checks import check_count
+from ..log_weights import LogWeights
 from ..parameters import broadcast
-from .categorical import look_up
+from ..priors import Dirichlet, Gamma
+from .categorical import Weighted, look_up
 from .emission import Emission
-from .exponential_family import ExponentialFamily, moved
-from .starts import observations, seeds
+from .linear import linear_log_density, weighted_sums
 
 
-class Poisson(ExponentialFamily):
+class Poisson(Emission):
     r"""Poisson observations: `log p(k | unit) = k log rate - rate - log k!`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
-        prior_total, prior_count: added by expectation maximization to a unit's sum of counts and to its number of
-            observations, a gamma prior: `rate = (total + prior_total) / (observed + prior_count)`. Numbers, or tensors
-            that broadcast to the units.
+        prior: of the rates `[*U, c]`; the M step is `rate = (total + concentration - 1) / (observed + prior.rate)`.
         generator: the source of randomness for the initial rates, whose logarithms are standard normal.
 
     `log_rates`: parameter `[*U, c]`; -inf is a rate of 0, with which only the count 0 is possible. Call: data
     `[..., *U]`, non-negative integers of any dtype, to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
-        TypeError: a prior is neither a number nor a tensor.
-        ValueError: a value is no count (checked on a CPU), a prior is negative, or shapes do not go together.
+        ValueError: a value is no count (checked on a CPU), or shapes do not go together.
 
     Cost: 3 multiply-adds for each entry of the result, in float64.
 
@@ -42,35 +39,32 @@ class Poisson(ExponentialFamily):
     support, expected = constraints.nonnegative_integer, "counts"
 
     def __init__(
-        self,
-        units: int | tuple[int, ...],
-        *,
-        prior_total: float | Tensor = 0.0,
-        prior_count: float | Tensor = 0.0,
-        generator: torch.Generator | None = None,
+        self, units: int | tuple[int, ...], *, prior: Gamma | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(units)
-        check_prior("prior_total", prior_total, self.units)
-        check_prior("prior_count", prior_count, self.units)
-        self.prior_total, self.prior_count = prior_total, prior_count
+        for name, value in () if prior is None else prior.named_buffers():
+            broadcast(f"prior.{name}", value, torch.Size(self.units))
+        self.prior = prior
         self.log_rates = torch.nn.Parameter(torch.empty(self.units))
         self.reset_parameters(generator)
+
+    @property
+    def rates(self) -> Tensor:
+        """The rates `[*U, c]`, without gradients."""
+        return self.log_rates.detach().double().exp().to(self.dtype)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Poisson:
         """The distribution in float64: see `Emission.distribution`."""
         return torch.distributions.Poisson(self.log_rates[at].double().exp(), validate_args=False)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the logarithms of the rates again, standard normal: see `Emission.reset_parameters`."""
-        with torch.no_grad():
-            self.log_rates.normal_(generator=generator)
+        """Draw the logarithms of the rates again, standard normal."""
+        self.log_rates.normal_(generator=generator)
 
     @torch.no_grad()
     def set(self, rates: Tensor) -> None:
-        """Set the rates.
-
-        Args:
-            rates: `[*U, c]` or what broadcasts to it.
+        """Set the rates, `[*U, c]` or what broadcasts to it.
 
         Raises:
             ValueError: a rate is negative or not finite.
@@ -80,50 +74,48 @@ class Poisson(ExponentialFamily):
             raise ValueError("rates: expected finite, non-negative numbers")
         self.log_rates.copy_(rates.log())
 
-    @torch.no_grad()
-    def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> None:
-        """Set the rates half way between the mean of the data and observations far from each other, with noise.
-
-        See `Emission.initialize`.
-        """
-        chosen, mean, *_ = seeds(self, data, observed, generator)
-        log_rates = ((chosen + mean) / 2)[..., 0].log()
-        log_rates += torch.empty_like(log_rates).normal_(0, 0.05, generator=generator)
-        self.log_rates.copy_(torch.where(log_rates.isfinite(), log_rates, self.log_rates.double()))
-
-    def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """The statistics 1, k and `log k!` of each count k: see `ExponentialFamily.sufficient`."""
-        data = data.double()
-        ones = torch.ones_like(data) if known is None else known.double()
-        return torch.stack((ones, data * ones, (data * ones + 1).lgamma()), -1)
-
-    def natural(self) -> Tensor:
-        """The natural parameters `-rate`, `log rate` and -1: see `ExponentialFamily.natural`."""
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         log_rates = self.log_rates.double()
-        return torch.stack((-log_rates.exp(), log_rates, -torch.ones_like(log_rates)), -1)
+        natural = torch.stack((-log_rates.exp(), log_rates, -torch.ones_like(log_rates)), -1)
+        return linear_log_density(self._features(data, observed), natural, self.dtype)
+
+    def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """Expected numbers of observations, sums of counts and of `log k!`: see `Emission.statistics`."""
+        return weighted_sums(flow, self._features(data, observed), self.units)
 
     @torch.no_grad()
     def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the rates to the means of the data, weighted by the flow: see `ExponentialFamily.maximize`."""
-        counts, sums, _ = statistics.unbind(-1)
-        total = sums + torch.as_tensor(self.prior_total).to(sums)
-        observed = counts + torch.as_tensor(self.prior_count).to(counts)
+        """Set the rates to the means of the data, weighted by the flow, with the prior: see `Emission.maximize`."""
+        observed, total, _ = statistics.unbind(-1)
+        if self.prior is not None:
+            total, observed = total + self.prior.concentration - 1, observed + self.prior.rate
         before = self.log_rates.double().exp()
-        self.log_rates.copy_(moved(before, total / observed, step, observed > 0).log())
+        self.log_rates.copy_(torch.where(observed > 0, torch.lerp(before, total / observed, step), before).log())
+
+    def log_prior(self) -> Tensor:
+        """The logarithm of the prior density of the rates: see `Emission.log_prior`."""
+        return super().log_prior() if self.prior is None else self.prior.log_density(self.log_rates)
+
+    def _features(self, data: Tensor, observed: Tensor | None) -> Tensor:
+        """The statistics 1, k and `log k!` `[..., *U, 3]` of counts k, 0 where nothing is observed."""
+        data, known = self.known(data, observed)
+        ones = torch.ones_like(data, dtype=torch.float64) if known is None else known.double()
+        counts = data.double() * ones
+        return torch.stack((ones, counts, (counts + 1).lgamma()), -1)
 
 
-class Binomial(ExponentialFamily):
+class Binomial(Weighted):
     r"""Binomial observations: `log p(k | unit) = log choose(total, k) + k log p + (total - k) log(1 - p)`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
         total_count: the number of trials; data are integers from 0 to `total_count`, of any dtype.
+        prior: of the probabilities of success and failure `[*U, c, 2]`, see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
-    `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]` to
-    `[..., *U, c]`, in nats, looked up in a table `[*U, total_count + 1, c]` made in float64; see `Emission`.
+    `weights`: `LogWeights` `[*U, c, 2]` of success and failure. Call: data `[..., *U]` to `[..., *U, c]`, in nats,
+    looked up in a table `[*U, total_count + 1, c]` made in float64; see `Emission`.
 
     Raises:
         ValueError: a value is out of range (checked on a CPU), or shapes do not go together.
@@ -136,88 +128,49 @@ class Binomial(ExponentialFamily):
     """
 
     def __init__(
-        self, units: int | tuple[int, ...], total_count: int, *, generator: torch.Generator | None = None
+        self,
+        units: int | tuple[int, ...],
+        total_count: int,
+        *,
+        prior: Dirichlet | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         check_count("total_count", total_count, least=0)
         super().__init__(units)
         self.total_count, self.num_values = total_count, total_count + 1
         self.support = constraints.integer_interval(0, total_count)
         self.expected = f"integers from 0 to {total_count}"
-        self.logits = torch.nn.Parameter(torch.empty(self.units))
-        self.reset_parameters(generator)
+        self.weights = LogWeights(*self.units, 2, prior=prior, generator=generator)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The probabilities of success `[*U, c]`, without gradients."""
+        return super().probabilities[..., 0]
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Binomial:
         """The distribution in float64: see `Emission.distribution`."""
-        probabilities = self.logits[at].double().sigmoid()
+        probabilities = self.weights().double()[..., 0].exp()[at]
         return torch.distributions.Binomial(self.total_count, probabilities, validate_args=False)
 
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly in 0..1: see `Emission.reset_parameters`."""
-        noise = self.logits.new_empty(self.units, dtype=torch.float64)
-        # uniform probabilities are logistic logits; the ends of the interval are left out
-        self.logits.copy_(noise.uniform_(1e-6, 1 - 1e-6, generator=generator).logit())
-
-    @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
-        """Set the probabilities of success.
-
-        Args:
-            probabilities: `[*U, c]` or what broadcasts to it, from 0 to 1.
+        """Set the probabilities of success, `[*U, c]` or what broadcasts to it.
 
         Raises:
-            ValueError: a number is out of range.
+            ValueError: a number is not from 0 to 1.
         """
-        probabilities = broadcast("probabilities", probabilities, self.logits.shape)
+        probabilities = broadcast("probabilities", probabilities, torch.Size(self.units))
         if not ((probabilities >= 0) & (probabilities <= 1)).all():
             raise ValueError("probabilities: expected numbers from 0 to 1")
-        self.logits.copy_(probabilities.logit())
-
-    @torch.no_grad()
-    def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> None:
-        """Set the logits to that of the share of successes, half a success and a failure added, and normal noise.
-
-        See `Emission.initialize`.
-        """
-        rows, known = observations(self, data, observed)  # (g, n, 1)
-        successes = torch.where(known, rows, 0).sum((1, 2)) + 0.5
-        trials = known.sum((1, 2)) * self.total_count + 1
-        noise = torch.empty_like(self.logits, dtype=torch.float64).normal_(generator=generator)
-        self.logits.copy_((successes / trials).logit().view(*self.units[:-1], 1) + noise)
-
-    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
-        return Emission.forward(self, data, observed)
+        self.weights.set(torch.stack((probabilities, 1 - probabilities), -1))
 
     def log_density(self, data: Tensor) -> Tensor:
         """The log-probabilities of the data, looked up in those of all values: see `Emission.log_density`."""
-        values = torch.arange(self.total_count + 1, device=data.device)
-        logs = super().forward(values.view(-1, *(1,) * (len(self.units) - 1))).movedim(0, -2)  # [*U, K, c]
-        ways = -(values.double() + 1).lgamma()
+        values = torch.arange(self.total_count + 1, dtype=torch.float64, device=data.device)
         # the logarithm of choose(total, k), exactly 0 for k = 0
-        ways = (ways + ways.flip(0)) - (ways + ways.flip(0))[0]
-        return look_up(logs + ways.to(logs.dtype)[:, None], data[..., 0].long())
-
-    def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """Successes and failures: see `ExponentialFamily.sufficient`."""
-        hits = data.double()
-        features = torch.stack((hits, self.total_count - hits), -1)
-        return features if known is None else features.masked_fill(~known[..., None], 0.0)
-
-    def natural(self) -> Tensor:
-        """The natural parameters `log p` and `log(1 - p)`: see `ExponentialFamily.natural`."""
-        logits = self.logits.double()
-        return torch.stack((logsigmoid(logits), logsigmoid(-logits)), -1)
-
-    @torch.no_grad()
-    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the probabilities to the shares of expected successes: see `ExponentialFamily.maximize`."""
-        trials = statistics.sum(-1, keepdim=True)
-        before = torch.stack((self.logits.double(), -self.logits.double()), -1).sigmoid()
-        hits, misses = moved(before, statistics / trials, step, trials > 0).unbind(-1)
-        self.logits.copy_(hits.log() - misses.log())
+        ways = -(values + 1).lgamma() - (values.flip(0) + 1).lgamma()
+        trials = torch.stack((values, values.flip(0)), -1).view(-1, *(1,) * (len(self.units) - 1), 2)
+        logs = linear_log_density(trials, self.weights(), self.dtype).movedim(0, -2)  # [*U, K, c]
+        return look_up(logs + (ways - ways[0]).to(logs.dtype)[:, None], data[..., 0].long())
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
@@ -229,10 +182,11 @@ class Bernoulli(Binomial):
 
     Args:
         units: `[*U, c]`, or `c` alone.
+        prior: of the probabilities of 1 and 0 `[*U, c, 2]`, see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
-    `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]`,
-    0 or 1 of any dtype, to `[..., *U, c]`, in nats; see `Emission`.
+    `weights`: `LogWeights` `[*U, c, 2]` of 1 and 0. Call: data `[..., *U]`, 0 or 1 of any dtype, to `[..., *U, c]`, in
+    nats; see `Emission`.
 
     Raises:
         ValueError: a value is neither 0 nor 1 (checked on a CPU), or shapes do not go together.
@@ -244,5 +198,63 @@ class Bernoulli(Binomial):
             [0.7500, 0.0000]], grad_fn=<ExpBackward0>)
     """
 
-    def __init__(self, units: int | tuple[int, ...], *, generator: torch.Generator | None = None) -> None:
-        super().__init__(units, 1, generator=generator)
+    def __init__(
+        self, units: int | tuple[int, ...], *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(units, 1, prior=prior, generator=generator)
+
+
+class Multinomial(Weighted):
+    r"""Counts of K categories: `log p(k | unit) = log n! + sum_j (k_j log p_j - log k_j!)` of vectors of sum n.
+
+    Args:
+        units: `[*U, c]`, or `c` alone.
+        num_categories: K; data are vectors of K counts, of any dtype.
+        total_count: n for draws. Sums of the data may be others.
+        prior: of the probabilities `[*U, c, K]`, see `LogWeights`.
+        generator: the source of randomness for the initial probabilities, uniform over the simplex.
+
+    `weights`: `LogWeights` `[*U, c, K]`. Call: data `[..., *U, K]` to `[..., *U, c]`, in nats; see `Emission`.
+
+    Raises:
+        ValueError: a value is no count (checked on a CPU), or shapes do not go together.
+
+    Cost: K multiply-adds for each entry of the result, in float64.
+
+    >>> votes = Multinomial(2, 3, total_count=5)
+    >>> votes.weights.set(torch.tensor([[0.2, 0.2, 0.6], [0.5, 0.5, 0.0]]))
+    >>> votes(torch.tensor([[1, 0, 1], [2, 0, 0]])).exp()
+    tensor([[0.2400, 0.0000],
+            [0.0400, 0.2500]], grad_fn=<ExpBackward0>)
+    """
+
+    support, expected = constraints.independent(constraints.nonnegative_integer, 1), "counts"
+
+    def __init__(
+        self,
+        units: int | tuple[int, ...],
+        num_categories: int,
+        total_count: int = 1,
+        *,
+        prior: Dirichlet | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_count("total_count", total_count)
+        check_count("num_categories", num_categories)
+        super().__init__(units, (num_categories,))
+        self.total_count = total_count
+        self.weights = LogWeights(*self.units, num_categories, prior=prior, generator=generator)
+
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Multinomial:
+        """The distribution, which has no mode: see `Emission.distribution`."""
+        return torch.distributions.Multinomial(self.total_count, logits=self.weights()[at], validate_args=False)
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """The log-probabilities of the data, in float64: see `Emission.log_density`."""
+        counts = data[..., 0, :].double()
+        ways = (counts.sum(-1) + 1).lgamma() - (counts + 1).lgamma().sum(-1)
+        return (linear_log_density(counts, self.weights(), torch.float64) + ways[..., None]).to(self.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        return f"{super().extra_repr()}, num_categories={self.event[0]}, total_count={self.total_count}"

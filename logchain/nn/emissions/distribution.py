@@ -1,5 +1,6 @@
-"""Any family of `torch.distributions` as an input layer, fitted by gradients."""
+"""Any family of `torch.distributions` as an emission, fitted by L-BFGS or by gradients."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,14 +18,16 @@ class Distribution(Emission):
     r"""Observations of a family of torch: `log p(y | unit) = family(**parameters).log_prob(y)`, parameters by unit.
 
     Args:
-        family: a class of `torch.distributions`, or a function of keyword arguments that returns a distribution.
+        family: a class of `torch.distributions` or its name ("StudentT", "NegativeBinomial", "Gamma", "VonMises",
+            "LogNormal"), or a function of keyword arguments that returns a distribution.
         units: `[*U, c]`, or `c` alone; the batch shape of the distribution.
         limits: a constraint for each parameter (`torch.distributions.constraints`); by default those of the class, and
             real numbers for a function.
-        spread: standard deviation of the normal noise by which parameters that are given alike for all states are made
+        spread: standard deviation of the normal noise by which parameters that are the same for all states are made
             different, in the unconstrained parameters.
         generator: the source of randomness for the noise.
-        **initial: initial values of the parameters, which broadcast to `[*U, c, *event of the parameter]`.
+        **initial: initial values of the parameters, which broadcast to `[*U, c, *event of the parameter]`. Real
+            parameters of a class that are not passed are trained from 0 of the unconstrained parameter.
 
     `free`: a `ParameterDict` of unconstrained real parameters, which `torch.distributions.biject_to` (or, where it
     knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained. Call: data
@@ -32,12 +35,12 @@ class Distribution(Emission):
 
     Raises:
         TypeError: the family is neither a class nor a function, or `spread` is no number.
-        ValueError: an initial value violates its constraint, or torch cannot map real numbers to the constraint (pass
-            other `limits`); a value's or the distribution's shape does not go with the units; some of the data are
-            outside the support of every unit (checked on a CPU).
+        ValueError: torch has no such class; an initial value violates its constraint, or torch cannot map real numbers
+            to the constraint (pass other `limits`); a value's or the distribution's shape does not go with the units;
+            some of the data are outside the support of every unit (checked on a CPU).
 
     >>> rates = torch.tensor([1.0, 4.0])
-    >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=rates, spread=0)
+    >>> waits = Distribution("Gamma", 2, concentration=2.0, rate=rates, spread=0)
     >>> waits(torch.tensor([1.0]))
     tensor([[-1.0000, -1.2274]], grad_fn=<MaskedFillBackward0>)
     >>> waits.distribution().mean
@@ -48,7 +51,7 @@ class Distribution(Emission):
 
     def __init__(
         self,
-        family: Callable[..., torch.distributions.Distribution],
+        family: str | Callable[..., torch.distributions.Distribution],
         units: int | tuple[int, ...],
         *,
         limits: Mapping[str, Any] | None = None,
@@ -57,6 +60,10 @@ class Distribution(Emission):
         **initial: Any,
     ) -> None:
         super().__init__(units)
+        if isinstance(family, str):
+            if family not in torch.distributions.__all__:
+                raise ValueError(f"family: expected the name of a class of torch.distributions, got {family!r}")
+            family = getattr(torch.distributions, family)
         if not callable(family):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
         check_prior("spread", spread, ())
@@ -64,17 +71,25 @@ class Distribution(Emission):
             expected = f"names of parameters, {', '.join(initial)}"
             raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
         declared = getattr(family, "arg_constraints", {}) if limits is None else limits
-        values, transforms, alike = {}, {}, []
-        for name, start in initial.items():
-            limit = declared.get(name, constraints.real) if isinstance(declared, Mapping) else constraints.real
+        declared = declared if isinstance(declared, Mapping) else {}
+        values: dict[str, Any] = _unset(family, declared, initial) | initial
+        self.family, self.spread, self._alike = family, spread, []
+        self.transforms, self._fixed, self._initial = {}, {}, {}
+        for name, start in list(values.items()):
+            limit = declared.get(name, constraints.real)
+            if constraints.is_dependent(limit):
+                raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
+            if limit.is_discrete or (isinstance(family, type) and name not in declared):
+                self._fixed[name] = start
+                continue
             value = _start(name, start, limit)
             axes = value.dim() - limit.event_dim
             shape = torch.Size((*self.units, *value.shape[axes:]))
             values[name] = broadcast(name, value, shape).to(value.dtype).detach().clone()
-            if not limit.is_discrete:
-                transforms[name] = _transform(name, limit)
+            self.transforms[name] = _transform(name, limit)
+            self._initial[name] = self.transforms[name].inv(values[name])
             if axes == 0 or value.shape[axes - 1] == 1:  # the same for all states
-                alike.append(name)
+                self._alike.append(name)
         example = family(**values)
         self.event = tuple(example.event_shape)
         if example.batch_shape != self.units or len(self.event) > 1:
@@ -82,40 +97,27 @@ class Distribution(Emission):
                 f"family: expected batch shape {list(self.units)} and an event () or (d,), "
                 f"got {list(example.batch_shape)} and {list(example.event_shape)}"
             )
-        self.family, self.spread, self.transforms, self._alike = family, spread, transforms, alike
-        self._initial = {name: transform.inv(values[name]) for name, transform in self.transforms.items()}
         # copies, so that training leaves the values to which `reset_parameters` returns
         free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
         self.free = torch.nn.ParameterDict(free)
-        self._fixed = [name for name in values if name not in self.free]
-        for name in self._fixed:
-            self.register_buffer(name, values[name])
         with torch.random.fork_rng(devices=[]):
             self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
         self.reset_parameters(generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Set the parameters to the initial values, with new noise: see `Emission.reset_parameters`."""
+        """Set the parameters to the initial values, with new noise."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
             noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
             parameter.copy_(start + noise if name in self._alike else start)
 
-    def parameters_of_units(self) -> dict[str, Tensor]:
-        """The keyword arguments of the family.
-
-        Returns:
-            By name, `[*U, c, *event of the parameter]`; they have gradients.
-        """
-        trained = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
-        return trained | {name: self.get_buffer(name) for name in self._fixed}
-
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
         """The distribution of the family: see `Emission.distribution`."""
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
-        return self.family(**{name: value[at] for name, value in self.parameters_of_units().items()}, **options)
+        trained = {name: self.transforms[name](arithmetic(free))[at] for name, free in self.free.items()}
+        return self.family(**trained, **self._fixed, **options)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
         """Data with a sample of the initial distribution where nothing is observed."""
@@ -126,12 +128,26 @@ class Distribution(Emission):
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
 
 
+def _unset(family: Any, limits: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The values of real parameters of a class that are not passed: 0, mapped to what their constraints allow."""
+    if not isinstance(family, type):
+        return {}
+    parameters = {name: part for name, part in inspect.signature(family).parameters.items() if name in limits}
+    # of parameters that default to None one is needed, such as `probs` or `logits`
+    choices = [name for name, part in parameters.items() if part.default is None]
+    skipped = choices if any(name in initial for name in choices) else choices[:-1]
+    names = [name for name in parameters if name not in initial and name not in skipped]
+    for name in names:
+        if limits[name].event_dim or (limits[name].is_discrete and parameters[name].default is inspect.Parameter.empty):
+            raise ValueError(f"{name}: expected an initial value of this parameter of {family.__name__}, got none")
+    real = [name for name in names if not limits[name].is_discrete]
+    return {name: _transform(name, limits[name])(torch.zeros(())) for name in real}
+
+
 def _start(name: str, start: Any, limit: Any) -> Tensor:
     """An initial value as a floating tensor, after a check of its constraint."""
     value = torch.as_tensor(start)
     value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-    if constraints.is_dependent(limit):
-        raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
     check_has_values(name, value)
     if not bool(limit.check(value).all()):
         raise ValueError(f"{name}: expected {limit}, got {start}")

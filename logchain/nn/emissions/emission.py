@@ -9,20 +9,27 @@ from torch import Tensor
 from ...arguments import check_device, check_is_tensor
 from ...tensors import is_readable
 from ..checks import check_count, check_mask
+from ..em import em_step
+from ..lbfgs import maximize_by_lbfgs
 from ..parameters import arithmetic
+from .starts import cluster_weights
 
 
 class Emission(torch.nn.Module):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
-    Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. Data
-    are `[..., *U, *event]`, the result is `[..., *U, c]` in nats. Entries that are NaN, and those where `observed` is
-    False, are summed out, which leaves `log 1 = 0`. Values outside the support of the family raise an error on a CPU;
-    inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not checked.
+    Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. The
+    methods take
+        data: `[..., *U, *event]`; the axes `U` may have size 1. NaN is missing.
+        observed: bool, of the shape of the data, or without the axes of an event; False is missing.
+        generator: the source of randomness.
 
-    A subclass has the parameters, `reset_parameters`, and `distribution(at)`, one of `torch.distributions` for the
-    units at an index of the parameters. Draws, modes and densities follow from it; where torch's density is slow or
-    not exact, a subclass has `log_density` (or `forward`). An event (d,) is observed as a whole or not at all.
+    Missing entries are summed out, which leaves `log 1 = 0`. Values outside the support of the family raise an error on
+    a CPU; inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not checked.
+
+    A subclass has the parameters, `reset_parameters`, and `distribution(at)`, one of `torch.distributions`. Densities,
+    draws, modes and expectation maximization (by L-BFGS) follow from it; a subclass may have `log_density`, or
+    `statistics` and `maximize` in closed form.
 
     Args:
         units: `[*U, c]`, or `c` alone.
@@ -46,8 +53,10 @@ class Emission(torch.nn.Module):
     torch.Size([3])
     """
 
-    # whether the density is a product over the entries of an event, any of which may then be missing
-    factorised = False
+    # whether single entries of an event may be missing; otherwise it is observed as a whole or not at all
+    partial = False
+    # whether `forward` takes `covariates`
+    takes_covariates = False
     # the number of values, integers from 0, where there are finitely many
     num_values: int | None = None
     # the constraint of torch.distributions that data have to satisfy, and its description in errors
@@ -69,13 +78,10 @@ class Emission(torch.nn.Module):
         return arithmetic(next(chain(self.parameters(), self.buffers()))).dtype
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
-        """The distribution of all units, whose parameters are not validated.
+        """The distribution, whose parameters are not validated, with batch shape `[*U, c]`.
 
-        Args:
-            at: an index of the units, such as a tensor for each of their axes; by default of all.
-
-        Returns:
-            An object of `torch.distributions` with batch shape `[*U, c]`, or that of the index.
+        `at` is an index of the units, such as a tensor for each of their axes; the batch shape is then that of the
+        index.
 
         >>> from logchain.nn import Poisson
         >>> quakes = Poisson(2)
@@ -86,15 +92,7 @@ class Emission(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)` for all units.
-
-        Args:
-            data: `[..., *U, *event]`; the axes `U` may have size 1. NaN is missing.
-            observed: bool, of the shape of the data, or without the axes of an event; False is missing.
-
-        Returns:
-            `[..., *U, c]` in nats.
-        """
+        """`log p(data | unit)` for all units, `[..., *U, c]` in nats."""
         data, known = self.known(data, observed)
         log_density = self.log_density(data.unsqueeze(-1 - len(self.event)))
         if known is None:
@@ -131,7 +129,7 @@ class Emission(torch.nn.Module):
                 observed = observed[..., None].expand(data.shape)
             known = observed if known is None else known & observed
         if known is not None:
-            if self.event and not self.factorised:
+            if self.event and not self.partial:
                 whole = known.all(-1, keepdim=True)
                 if is_readable(known) and bool((known != whole).any()):
                     raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
@@ -140,7 +138,7 @@ class Emission(torch.nn.Module):
         if self.support is not None and is_readable(data):
             allowed = self.support.check(data)
             if not bool(allowed.all()):
-                raise ValueError(f"data: expected {self.expected}, got {data[~allowed][0].item():g}")
+                raise ValueError(f"data: expected {self.expected}, got {data[~allowed][0].tolist()}")
         return data, known
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
@@ -162,22 +160,18 @@ class Emission(torch.nn.Module):
         return data
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters again.
-
-        Args:
-            generator: the source of randomness.
-        """
+        """Draw the parameters again, without regard to data."""
         raise NotImplementedError
 
     def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        **covariates: Tensor,
     ) -> None:
-        """Draw the parameters again, in the range of the data.
-
-        Args:
-            data: as in `forward`.
-            observed: as in `forward`.
-            generator: the source of randomness.
+        """Draw the parameters again, in the range of the data: by clusters about observations far from each other.
 
         >>> from logchain.nn import Gaussian
         >>> heights = Gaussian(2)
@@ -186,21 +180,56 @@ class Emission(torch.nn.Module):
         tensor([1., 5.])
         """
         self.reset_parameters(generator)
+        weights = cluster_weights(self, data, observed, generator)
+        # most of the way, so that no probability becomes 0 because the data lack a value
+        em_step(self, [lambda: (weights * self(data, observed, **covariates)).sum()], 0.9)
+
+    def log_prior(self) -> Tensor:
+        """The logarithm of the prior density of the parameters, without its normalizing constant: a float64 scalar."""
+        return torch.zeros((), dtype=torch.float64)
+
+    def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Any:
+        """What `maximize` needs of a call, a list or a float64 tensor; those of several calls are added.
+
+        The flow `[..., *U, c]` is how often each unit is expected to have been used: the gradient of a log-likelihood
+        with respect to `forward(*inputs, **named)`.
+        """
+        return [(flow.double(), inputs, named)]
 
     @torch.no_grad()
-    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each state.
+    def maximize(self, statistics: Any, step: float = 1.0) -> None:
+        """Maximize the expected log-likelihood and the prior over the trained parameters, or move `step` of the way.
 
-        Args:
-            states: int64 `[..., *U]`.
-            generator: draws the seed, since torch's distributions take no generator.
+        By default up to 20 iterations of L-BFGS from the present parameters. Units that are not used keep theirs.
+        """
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        before = [parameter.clone() for parameter in parameters]
+        total = sum((flow.sum() for flow, _, _ in statistics), torch.zeros(()))
+
+        def objective() -> Tensor:
+            value: Tensor = self.log_prior()
+            for flow, inputs, named in statistics:
+                # not 0 times -inf
+                value = value + (flow * self(*inputs, **named).double().masked_fill(flow == 0, 0.0)).sum()
+            return value / total
+
+        if total > 0:
+            maximize_by_lbfgs(parameters, objective, 20)
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.copy_(torch.lerp(old, parameter, step))
+
+    @torch.no_grad()
+    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+        """One observation of each of the states, int64 `[..., *U]`.
+
+        The generator draws the seed, since torch's distributions take no generator.
 
         Returns:
             `[..., *U, *event]`: int64 for integers, otherwise of the parameters' dtype, float32 at least.
         """
         axes = [torch.arange(size, device=states.device) for size in self.units[:-1]]
         grid = torch.meshgrid(*axes, indexing="ij") if axes else ()
-        distribution = self.distribution((*grid, states))
+        distribution = self.distribution((*grid, states), **covariates)
         devices = [states.device] if states.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices, enabled=generator is not None):
             if generator is not None:
@@ -209,11 +238,7 @@ class Emission(torch.nn.Module):
 
     @torch.no_grad()
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most probable observation of each unit.
-
-        Returns:
-            Observations `[*U, c, *event]`, and their log-densities `[*U, c]` in nats.
-        """
+        """The most probable observation of each unit `[*U, c, *event]`, and its log-density `[*U, c]` in nats."""
         distribution = self.distribution()
         modes = distribution.mode.detach()
         return self._of_kind(modes, distribution), distribution.log_prob(modes).to(self.dtype)

@@ -1,6 +1,7 @@
 """Gaussian observations, numbers or vectors, with a mean and a covariance for each hidden unit."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,20 +9,23 @@ from torch.distributions import Distribution, Independent, MultivariateNormal, N
 from torch.distributions.constraints import Constraint
 
 from ...arguments import check_choice
-from ..checks import check_count, check_prior
+from ...tensors import is_readable
+from ..checks import check_count
 from ..degenerate import DegenerateError
 from ..parameters import broadcast
-from .exponential_family import ExponentialFamily
+from ..priors import NormalInverseWishart
+from .emission import Emission
+from .linear import by_group, groups_of, linear_log_density, weighted_sums
 from .starts import seeds
 
 # the largest variance, relative to the sum of squares, that may be nothing but rounding of float64
-_ROUNDING = 2.0**-46
+ROUNDING = 2.0**-46
 
 # computed here, since torch.compile starts again where it meets a function of a number
 _HALF_LOG_2_PI = math.log(2 * math.pi) / 2
 
 
-class _Finite(Constraint):
+class Finite(Constraint):
     """Finite numbers."""
 
     def check(self, value: Tensor) -> Tensor:
@@ -29,24 +33,21 @@ class _Finite(Constraint):
         return value.isfinite()
 
 
-class Gaussian(ExponentialFamily):
+class Gaussian(Emission):
     r"""Gaussian observations: `log p(y | unit) = -(d log 2 pi + log det S + (y - m)' S^-1 (y - m)) / 2`.
+
+    Any entries of a vector may be missing: the density is that of the others, and expectation maximization takes the
+    expected statistics of those that are missing. (Inside `torch.compile` and transforms of `torch.func`, and on a GPU,
+    a vector observed in part has density NaN if the covariance is "full" or "tied".)
 
     Args:
         units: `[*U, c]`, or `c` alone.
         num_features: d, for vectors of d entries; None for numbers.
-        covariance: "diagonal", or "spherical" with one variance for all features, where any entries of a vector may be
-            missing; "full", or "tied" with one matrix for all units, where all or none may.
-        prior_scatter, prior_count: added by expectation maximization to a unit's sum of squares and to its number of
-            observations: `S = (squares + prior_scatter) / (count + prior_count)`. A number is that of each feature; a
-            tensor broadcasts to the sums, `[*U, c(, d)]` or `[*U, c, d, d]` (tied `[*U, 1, d, d]`), and that of
-            `prior_count` to the units `[*U, c]` (tied `[*U, 1]`).
-        prior_means, prior_means_count: expectation maximization adds that many observations (`[*U, c]`) at these means
-            (which broadcast to `means`), whose distance from the new means also counts among the squares.
+        covariance: "diag"; "spherical" with one variance for all features; "full"; or "tied" with one matrix for all
+            units.
+        prior: of means and covariances. The M step is the maximum of the posterior: it divides the sums of squares by
+            `count + dof + d + 1`, and 1 more for each mean that has a `mean_count`; d is 1 for variances.
         generator: the source of randomness for the initial means, standard normal; the initial variances are 1.
-
-    The priors are a normal one of the means, `N(prior_means, S / prior_means_count)`, and an inverse gamma or inverse
-    Wishart one of S.
 
     `means`: parameter `[*U, c]` or `[*U, c, d]`. `log_scales`: of the same shape, spherical `[*U, c, 1]`, logarithms of
     standard deviations; or `factors` `[*U, c, d, d]`, tied `[*U, 1, d, d]`, whose lower triangles, the diagonal
@@ -54,14 +55,13 @@ class Gaussian(ExponentialFamily):
     `Emission`.
 
     Raises:
-        TypeError: a prior is neither a number nor a tensor.
-        ValueError: shapes do not go together, or a number is infinite (checked on a CPU).
-        DegenerateError: in `maximize`, a variance is 0, as for a unit that a single observation belongs to, where the
-            likelihood has no maximum. A prior or fewer units avoid that.
+        ValueError: shapes do not go together, or a number is infinite (checked on a CPU); in `maximize`, a variance is
+            0, as for a unit that a single observation belongs to, where the likelihood has no maximum.
 
-    Cost: that of `ExponentialFamily` with 3 d statistics, or 1 + d + d^2 for a full covariance. Statistics are taken
-    about the mean m0 of a variable's means: the rounding error of a log-density is `2^-53 ((y - m0) / deviation)^2`,
-    which leaves five digits for units a million standard deviations apart.
+    Cost: 3 d multiply-adds for each entry of the result, or 1 + d + d^2 for matrices, in float64; with missing entries,
+    a Cholesky factor for each unit and pattern of them. Statistics are taken about the mean m0 of a variable's means:
+    the rounding error of a log-density is `2^-53 ((y - m0) / deviation)^2`, which leaves five digits for units a
+    million standard deviations apart.
 
     >>> heights = Gaussian(2)
     >>> heights.set(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0]))
@@ -70,8 +70,8 @@ class Gaussian(ExponentialFamily):
             [ 0.0000,  0.0000]], grad_fn=<ViewBackward0>)
     """
 
-    support, expected = _Finite(), "finite numbers, or NaN for what is missing"
-    always_possible = True
+    partial = True
+    support, expected = Finite(), "finite numbers, or NaN for what is missing"
     log_scales: torch.nn.Parameter
     factors: torch.nn.Parameter
 
@@ -79,78 +79,72 @@ class Gaussian(ExponentialFamily):
         self,
         units: int | tuple[int, ...],
         num_features: int | None = None,
-        covariance: str = "diagonal",
+        covariance: str = "diag",
         *,
-        prior_scatter: float | Tensor = 0.0,
-        prior_count: float | Tensor = 0.0,
-        prior_means: float | Tensor = 0.0,
-        prior_means_count: float | Tensor = 0.0,
+        prior: NormalInverseWishart | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         if num_features is not None:
             check_count("num_features", num_features)
         super().__init__(units, () if num_features is None else (num_features,))
-        check_choice("covariance", covariance, ("diagonal", "spherical", "full", "tied"))
-        if covariance != "diagonal" and num_features is None:
+        check_choice("covariance", covariance, ("spherical", "diag", "full", "tied"))
+        if covariance != "diag" and num_features is None:
             raise ValueError(f"num_features: expected an integer with covariance={covariance!r}, got None")
-        self.covariance_kind, self.factorised = covariance, covariance in ("diagonal", "spherical")
-        # the axis of a spread along which it is shared, the units that have one each, and the shape of one
+        self.covariance, self.has_matrices, self.prior = covariance, covariance in ("full", "tied"), prior
+        # the axis of variances `[*U, c, d]` or matrices `[*U, c, d, d]` along which they are shared
         self._shared_axis = {"spherical": -1, "tied": -3}.get(covariance)
-        self._spread_units = (*self.units[:-1], 1) if covariance == "tied" else self.units
-        self._spread_event = self.event if self.factorised else 2 * self.event
+        units = (*self.units[:-1], 1) if covariance == "tied" else self.units
+        event = 2 * self.event if self.has_matrices else (1,) if covariance == "spherical" else self.event
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
-        shape = (*self.units, 1) if covariance == "spherical" else (*self._spread_units, *self._spread_event)
-        self.register_parameter("log_scales" if self.factorised else "factors", torch.nn.Parameter(torch.empty(shape)))
-        matrices = isinstance(prior_scatter, Tensor) and not self.factorised
-        check_prior("prior_scatter", prior_scatter, (*self._spread_units, *self._spread_event), signed=matrices)
-        check_prior("prior_count", prior_count, self._spread_units)
-        check_prior("prior_means", prior_means, self.means.shape, signed=True)
-        check_prior("prior_means_count", prior_means_count, self.units)
-        self.prior_scatter, self.prior_count = prior_scatter, prior_count
-        self.prior_means, self.prior_means_count = prior_means, prior_means_count
-        if isinstance(prior_scatter, Tensor) and matrices and not prior_scatter.is_meta:
-            scatter, _ = self._prior_of_spread(torch.zeros((), dtype=torch.float64))
-            # of a number, a row or a column there is no telling which matrix is meant
-            shares = torch.linalg.eigvalsh(scatter)
-            if not bool((scatter == scatter.mT).all() and (shares[..., 0] >= -_ROUNDING * shares[..., -1]).all()):
-                raise ValueError("prior_scatter: expected symmetric matrices without negative eigenvalues")
+        spread = torch.nn.Parameter(torch.empty(*units, *event))
+        self.register_parameter("factors" if self.has_matrices else "log_scales", spread)
+        self._prior()
         self.reset_parameters(generator)
 
+    @property
+    def variances(self) -> Tensor:
+        """The variances `[*U, c]` or `[*U, c, d]`, without gradients."""
+        return self._diagonal(self._spread()).reshape(self.means.shape).detach().to(self.dtype)
+
+    @property
+    def covariances(self) -> Tensor:
+        """The covariances `[*U, c, d, d]`, without gradients; d is 1 for numbers."""
+        spread = self._spread().detach().to(self.dtype)
+        return spread if self.has_matrices else spread.diag_embed()
+
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the means again, standard normal; the variances are 1. See `Emission.reset_parameters`."""
-        with torch.no_grad():
-            self.means.normal_(generator=generator)
-            (self.log_scales if self.factorised else self.factors).zero_()
+        """Draw the means again, standard normal; the variances are 1."""
+        self.means.normal_(generator=generator)
+        (self.factors if self.has_matrices else self.log_scales).zero_()
 
     @torch.no_grad()
     def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        **covariates: Tensor,
     ) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior.
 
-        See `Emission.initialize`.
-
         Raises:
-            ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
+            ValueError: all observations of a variable or feature are equal, and there is no prior.
         """
-        chosen, _, variance, counts = seeds(self, data, observed, generator)  # [*U, c, d], [*U, 1, d]
-        if not self.event:
-            chosen, variance, counts = chosen[..., 0], variance[..., 0], counts[..., 0]
-        squares = variance * counts
-        if not self.factorised:
+        start = seeds(self, data, observed, generator)
+        squares, counts = start.variance * start.counts, start.counts
+        if self.has_matrices:
             squares, counts = squares.diag_embed(), counts[..., None]
-        scatter, prior_count = self._prior_of_spread(squares)
-        squares = self._pooled(squares) + scatter
-        constant = self._diagonal(squares) <= 0
+        scale, prior_count, *_ = self._prior()
+        squares = self._pooled(squares) + scale
+        constant = ~(self._diagonal(squares) > 0)
         if bool(constant.any()):
-            unit, feature = self._first(constant)
-            variable = f" of variable {unit[:-1]}" if unit[1:] else ""
             raise ValueError(
-                "data: expected at least two different observations of every variable and feature, or prior_scatter, "
-                f"got one{variable}{feature}"
+                "data: expected at least two different observations of every variable and feature, or a prior, got one"
+                f"{self._place(constant)[1]}"
             )
-        covariance = squares / (self._pooled(counts) + prior_count)
-        self.set(chosen, covariance.expand(*self.units, *self._spread_event))
+        self._store(start.places, squares / (self._pooled(counts) + prior_count))
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
@@ -168,86 +162,154 @@ class Gaussian(ExponentialFamily):
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
             raise ValueError("means: expected finite numbers")
-        covariance = broadcast("covariance", covariance, torch.Size((*self.units, *self._spread_event)))
-        if self.factorised and not ((covariance > 0) & covariance.isfinite()).all():
-            raise ValueError("covariance: expected positive, finite variances")
+        event = 2 * self.event if self.has_matrices else self.event
+        covariance = broadcast("covariance", covariance, torch.Size((*self.units, *event)))
         if not covariance.isfinite().all():
             raise ValueError("covariance: expected finite numbers")
+        covariance = covariance if self.event else covariance[..., None]
         shared = self._shared(covariance)
         if not bool((covariance == shared).all()):
-            alike = "features" if self.covariance_kind == "spherical" else "units"
+            alike = "features" if self.covariance == "spherical" else "units"
             raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
-        if self.factorised:
-            self.log_scales.copy_(shared.log() / 2)
+        if bool((torch.linalg.cholesky_ex(shared).info > 0 if self.has_matrices else shared <= 0).any()):
+            raise ValueError("covariance: expected positive variances, or positive definite matrices")
+        self._store(means, shared)
+
+    def _store(self, means: Tensor, spread: Tensor, *, trained_only: bool = False) -> None:
+        """Set means and what is not shared of the variances or covariances."""
+        parameter = self.factors if self.has_matrices else self.log_scales
+        if self.means.requires_grad or not trained_only:
+            self.means.copy_(means.reshape(self.means.shape))
+        if not parameter.requires_grad and trained_only:
+            return
+        if self.has_matrices:
+            factors = torch.linalg.cholesky(spread)
+            spread = factors.tril(-1) + self._diagonal(factors).log().diag_embed()
         else:
-            factors, failed = torch.linalg.cholesky_ex(shared)
-            if bool(failed.any()):
-                raise ValueError("covariance: expected positive definite matrices")
-            self.factors.copy_(factors.tril(-1) + self._diagonal(factors).log().diag_embed())
-        self.means.copy_(means)
-
-    def covariance(self) -> Tensor:
-        """The variances or covariances of all units.
-
-        Returns:
-            Variances `[*U, c]` or `[*U, c, d]` or, if "full" or "tied", covariances `[*U, c, d, d]`.
-
-        >>> Gaussian(1, 2, "full").covariance().detach()
-        tensor([[[1., 0.],
-                 [0., 1.]]])
-        """
-        return self._spread().to(self.dtype)
+            spread = spread.log() / 2
+        parameter.copy_(spread if self.event else spread[..., 0])
 
     def _spread(self) -> Tensor:
-        """`covariance()` in float64, which holds the squares of all numbers of float32."""
-        factors = None if self.factorised else self._cholesky()
-        spread = (2 * self.log_scales.double()).exp() if factors is None else factors @ factors.mT
-        return spread.expand(*self.units, *self._spread_event)
+        """Variances `[*U, c, d]` or covariances `[*U, c, d, d]` in float64, which holds squares of all of float32."""
+        if not self.has_matrices:
+            return (2 * self._log_scales()).exp()
+        factors = self._cholesky()
+        return (factors @ factors.mT).expand(*self.units, -1, -1)
+
+    def _log_scales(self) -> Tensor:
+        """The logarithms of standard deviations `[*U, c, d]`, in float64."""
+        return self.log_scales.double().expand(self.means.shape).reshape(*self.units, -1)
 
     def _cholesky(self) -> Tensor:
         """Cholesky factors `[*U, c, d, d]` (tied `[*U, 1, d, d]`) of the covariances, in float64."""
         factors = self.factors.double()
         return factors.tril(-1) + self._diagonal(factors).exp().diag_embed()
 
+    def _means(self) -> Tensor:
+        """The means `[*U, c, d]` about the center, in float64."""
+        return self.means.double().view(*self.units, -1) - self._center()[..., None, :]
+
+    def _center(self) -> Tensor:
+        """The mean `[*U, d]` of the units' means, about which statistics are taken so that they cancel less."""
+        return self.means.detach().double().view(*self.units, -1).mean(-2)
+
     def _shared(self, spread: Tensor) -> Tensor:
-        """The first of what is shared, in the shape of the parameter, of a tensor in the shape of `covariance()`."""
+        """The first of what is shared, of variances or covariances."""
         return spread if self._shared_axis is None else spread.narrow(self._shared_axis, 0, 1)
 
     def _pooled(self, sums: Tensor) -> Tensor:
-        """Sums in the shape of `covariance()` added up over the features or units that share it."""
+        """Sums added up over the features or units that share a variance or covariance."""
         return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
 
-    def _prior_of_spread(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """`prior_scatter` in the shape of the spread's parameter, and `prior_count`, which broadcasts to it."""
-        scatter, count = (torch.as_tensor(prior).to(like) for prior in (self.prior_scatter, self.prior_count))
-        if not self.factorised and scatter.dim() == 0:
-            scatter = scatter * torch.eye(*self.event).to(like)
-        scatter = scatter.expand(*self._spread_units, *self._spread_event)
-        count = count.expand(self._spread_units).reshape(*self._spread_units, *(1,) * len(self._spread_event))
-        return self._pooled(scatter), self._pooled(count.expand_as(scatter))
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        """Products of each feature with itself or, for matrices, of all pairs of features."""
+        return left[..., :, None] * right[..., None, :] if self.has_matrices else left * right
 
-    def _first(self, mask: Tensor) -> tuple[list[int], str]:
-        """The index of the first unit for which a mask in the shape of the spread holds, and words for the feature."""
+    def _diagonal(self, spread: Tensor) -> Tensor:
+        """The variances of variances, or of covariances."""
+        return spread.diagonal(dim1=-2, dim2=-1) if self.has_matrices else spread
+
+    def _place(self, mask: Tensor) -> tuple[list[int], str]:
+        """The unit of the first entry of a mask `[*U, c(, d)]` that holds, and words for its feature."""
         at = mask.nonzero()[0].tolist()
-        of_features = self.event and self.covariance_kind != "spherical" and mask.dim() > len(self.units)
+        of_features = self.event and self.covariance != "spherical" and mask.dim() > len(self.units)
         return at[: len(self.units)], f", feature {at[-1]}" if of_features else ""
 
-    def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """Products of each feature with itself, or of all pairs of features: of the shape of `covariance()`."""
-        return left * right if self.factorised else left[..., :, None] * right[..., None, :]
+    def _prior(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Scale and number of observations of each covariance, place and number of each mean `[*U, c, d or 1]`."""
+        spread = self.factors if self.has_matrices else self.log_scales
+        if self.prior is None:
+            zero = torch.zeros((), dtype=torch.float64, device=spread.device)
+            return zero, zero, zero, torch.zeros(*self.units, 1).to(zero)
+        scale = self.prior.scale
+        if self.has_matrices and not scale.dim():
+            scale = scale * torch.eye(*self.event).to(scale)
+        scale = broadcast("prior.scale", scale, spread.shape)
+        units = spread.shape[: len(self.units)] if self.has_matrices else spread.shape
+        dof = broadcast("prior.dof", self.prior.dof, units) + 1 + (self.event[0] if self.has_matrices else 1)
+        place = broadcast("prior.mean", self.prior.mean, self.means.shape).reshape(*self.units, -1)
+        count = broadcast("prior.mean_count", self.prior.mean_count, torch.Size(self.units))[..., None]
+        if self.has_matrices:
+            return scale, dof[..., None, None], place, count
+        return scale.reshape(*self.units, -1), dof.reshape(*self.units, -1), place, count
 
-    def _diagonal(self, matrix: Tensor) -> Tensor:
-        """The entries for each feature with itself, of a matrix in the shape of `covariance()`."""
-        return matrix if self.factorised else matrix.diagonal(dim1=-2, dim2=-1)
+    def log_prior(self) -> Tensor:
+        """The logarithm of the prior density of means and covariances: see `Emission.log_prior`."""
+        if self.prior is None:
+            return super().log_prior()
+        scale, count, place, mean_count = self._prior()
+        away = self.means.double().view(*self.units, -1) - place
+        if self.has_matrices:
+            factors = self._cholesky()
+            logs = 2 * self._diagonal(self.factors.double()).sum(-1, keepdim=True)[..., None]  # (*U, c or 1, 1, 1)
+            white = torch.linalg.solve_triangular(factors, away[..., None], upper=False)
+            squares = white.square().sum(-2, keepdim=True)
+            traces = torch.cholesky_solve(scale, factors).diagonal(dim1=-2, dim2=-1).sum()
+            mean_count = mean_count[..., None]
+        else:
+            logs = 2 * self._shared(self._log_scales())
+            squares = away.square() / self._spread()
+            traces = (scale / self._shared(self._spread())).sum()
+        of_means = torch.where(mean_count > 0, logs + mean_count * squares, 0.0)
+        return -((count * logs).sum() + traces + of_means.sum()) / 2
 
-    def natural(self) -> Tensor:
-        """The natural parameters, float64 `[*U, c, f]`: see `ExponentialFamily.natural`."""
-        means = self.means.double() - self._centre().unsqueeze(len(self.units) - 1)
-        if self.factorised:
-            log_scales = self.log_scales.double().expand_as(means)
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
+        """The normal distributions in float64: see `Emission.distribution`."""
+        means = self.means.double()[at]
+        if self.has_matrices:
+            factors = self._cholesky().expand(*self.units, -1, -1)[at]
+            return MultivariateNormal(means, scale_tril=factors, validate_args=False)
+        scales = self.log_scales.double().exp().expand_as(self.means)[at]
+        normal = Normal(means, scales, validate_args=False)
+        return Independent(normal, 1, validate_args=False) if self.event else normal
+
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
+        features, centered, known = self._features(data, observed)
+        log_density = linear_log_density(features, self._natural(), self.dtype, zeros=False)
+        if not self.has_matrices or known is None:
+            return log_density
+        if not is_readable(known):
+            return log_density.masked_fill((known.any(-1) & ~known.all(-1))[..., None], torch.nan)
+        at, values = [], []
+        for group, rows, pattern, factors, away in self._patterns(centered, known):
+            white = torch.linalg.solve_triangular(factors, away.mT, upper=False)  # (c, d, m)
+            logs = self._diagonal(factors).log().sum(-1, keepdim=True) + pattern.double().sum() * _HALF_LOG_2_PI
+            values.append((-logs - white.square().sum(1) / 2).mT)  # (m, c)
+            at.append(rows * math.prod(self.units[:-1]) + group)
+        if not at:
+            return log_density
+        flat = log_density.reshape(-1, self.units[-1])
+        return flat.index_put((torch.cat(at),), torch.cat(values).to(self.dtype)).view_as(log_density)
+
+    def _natural(self) -> Tensor:
+        """The natural parameters, float64 `[*U, c, f]`."""
+        means = self._means()
+        if not self.has_matrices:
+            log_scales = self._log_scales()
             precisions = (-2 * log_scales).exp()
             first = -log_scales - _HALF_LOG_2_PI - precisions * means.square() / 2
-            return (torch.cat if self.event else torch.stack)((first, precisions * means, -precisions / 2), -1)
+            return torch.cat((first, precisions * means, -precisions / 2), -1)
         (d,) = self.event
         identity = torch.eye(d, dtype=means.dtype, device=means.device)
         whiten = torch.linalg.solve_triangular(self._cholesky(), identity, upper=False)
@@ -258,90 +320,115 @@ class Gaussian(ExponentialFamily):
         squares = (-precisions.flatten(-2) / 2).expand(*self.units, d * d)
         return torch.cat((first[..., None], linear, squares), -1)
 
-    def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
-        """The normal distributions in float64: see `Emission.distribution`."""
-        means = self.means.double()[at]
-        if not self.factorised:
-            factors = self._cholesky().expand(*self.units, *self._spread_event)[at]
-            return MultivariateNormal(means, scale_tril=factors, validate_args=False)
-        scales = self.log_scales.double().exp().expand_as(self.means)[at]
-        normal = Normal(means, scales, validate_args=False)
-        return Independent(normal, 1, validate_args=False) if self.event else normal
+    def _features(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, d]`.
 
-    def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """Count, value and square of each feature, or one count, all values and all products, about the centre.
-
-        See `ExponentialFamily.sufficient`.
+        Statistics are count, value and square of each feature, or one count, all values and all products of vectors
+        that are observed as a whole.
         """
-        centred = data.double() - self._centre()
-        centred = centred if known is None else centred.masked_fill(~known, 0.0)
-        counts = torch.ones_like(centred) if known is None else known.double().expand_as(centred)
-        products = self._products(centred, centred)
+        data, known = self.known(data, observed)
         if not self.event:
-            return torch.stack((counts, centred, products), -1)
-        if self.factorised:
-            return torch.cat((counts, centred, products), -1)
-        return torch.cat((counts[..., :1], centred, products.flatten(-2)), -1)
+            data, known = data[..., None], None if known is None else known[..., None]
+        centered = data.double() - self._center()
+        known = None if known is None else known.expand_as(centered)
+        counts, values = torch.ones_like(centered), centered
+        if known is not None:
+            used = known.all(-1, keepdim=True) if self.has_matrices else known
+            values, counts = centered.masked_fill(~used, 0.0), used.double().expand_as(centered)
+        if not self.has_matrices:
+            return torch.cat((counts, values, values * values), -1), centered, known
+        return torch.cat((counts[..., :1], values, self._products(values, values).flatten(-2)), -1), centered, known
 
-    def _centre(self) -> Tensor:
-        """The mean `[*U(, d)]` of the units' means, about which statistics are taken so that they cancel less."""
-        return self.means.detach().double().mean(len(self.units) - 1)
+    def _patterns(self, centered: Tensor, known: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+        """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
+
+        Yields the variable, m rows, the pattern `[d]`, the Cholesky factors `[c, d, d]` of covariances whose missing
+        entries are those of the identity, and differences from the means `[c, m, d]`, 0 where missing.
+        """
+        c, d = self.units[-1], self.event[0]
+        centered, known = by_group(centered, self.units), groups_of(known, self.units)
+        means, spread = self._means().view(-1, c, d), self._spread().reshape(-1, c, d, d)
+        for group, masks in enumerate(known):
+            for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
+                rows = (masks == pattern).all(-1).nonzero()[:, 0]
+                inside = pattern[:, None] & pattern
+                matrices = spread[group].masked_fill(~inside, 0.0) + (~pattern).double().diag_embed()
+                away = centered[group, rows] - means[group][:, None]
+                yield group, rows, pattern, torch.linalg.cholesky(matrices), away.masked_fill(~pattern, 0.0)
+
+    def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """Expected numbers of observations, sums and products about the center: see `Emission.statistics`."""
+        features, centered, known = self._features(data, observed)
+        statistics = weighted_sums(flow, features, self.units)
+        if not self.has_matrices or known is None or not is_readable(known):
+            return statistics
+        c, d = self.units[-1], self.event[0]
+        flows, means, spread = groups_of(flow.double(), self.units), self._means(), self._spread()
+        by_unit = statistics.view(-1, c, statistics.shape[-1])
+        for group, rows, pattern, factors, away in self._patterns(centered, known):
+            covariance, weights = spread.reshape(-1, c, d, d)[group], flows[group, rows].mT  # (c, m)
+            inside = pattern[:, None] & pattern
+            gain = covariance @ torch.cholesky_inverse(factors).masked_fill(~inside, 0.0)
+            values = means.view(-1, c, d)[group][:, None] + torch.where(pattern, away, away @ gain.mT)
+            rest = (covariance - gain @ covariance).masked_fill(pattern[:, None] | pattern, 0.0)
+            counts = weights.sum(-1, keepdim=True)
+            products = (weights[..., None] * values).mT @ values + counts[..., None] * rest
+            sums = (weights[..., None] * values).sum(1)
+            by_unit[group] += torch.cat((counts, sums, products.flatten(-2)), -1)
+        return statistics
 
     @torch.no_grad()
     def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set means and covariances to those of the data, weighted by the flow: see `ExponentialFamily.maximize`."""
-        d = self.event[0] if self.event else 1
-        counts, sums, squares = statistics.split((d, d, d) if self.factorised else (1, d, d * d), -1)
-        if not self.event:
-            counts, sums, squares = counts[..., 0], sums[..., 0], squares[..., 0]
-        # counts in a shape that broadcasts to the covariance
-        total, squares = (counts, squares) if self.factorised else (counts[..., None], squares.unflatten(-1, (d, d)))
-        centre = self._centre().unsqueeze(len(self.units) - 1)
-        means, before = torch.where(counts > 0, sums / counts, 0.0), self.means.double() - centre
-        scatter = squares - self._products(sums, means)
-        # features whose observations differ by no more than rounding have variance 0
-        varies = self._diagonal(scatter) > _ROUNDING * self._diagonal(squares)
-        scatter = torch.where(self._products(varies, varies), scatter, 0.0)
-        # the prior's observations pull the means, and both lie apart from the new ones
-        weight, place = self._prior_of_means(centre)
-        used = counts + weight > 0
-        share = torch.where(used, counts * weight / (counts + weight), 0.0)
-        away = self._products(means - place, means - place)
-        scatter = self._pooled(scatter + (share if self.factorised else share[..., None]) * away)
-        means = torch.where(used, (sums + weight * place) / (counts + weight), before)
-        prior, prior_count = self._prior_of_spread(scatter)
-        observed, old = self._pooled(total), self._shared(self._spread())
-        covariance = torch.lerp(old, (scatter + prior) / (observed + prior_count), step)
-        # mean parameters move linearly: the covariance of the mixture of both Gaussians, means apart included
-        moves = self._pooled(total * self._products(means - before, means - before)) / observed
-        covariance = torch.where(observed > 0, covariance + step * (1 - step) * moves, old)
-        self._refuse_singular(covariance)
-        self.set(torch.lerp(before, means, step) + centre, covariance)
+        """Set means and covariances to those of the data, weighted by the flow, with the prior.
 
-    def _prior_of_means(self, centre: Tensor) -> tuple[Tensor, Tensor]:
-        """`prior_means_count` in a shape that broadcasts to the means, and `prior_means` about the centre."""
-        weight, place = (torch.as_tensor(prior).to(centre) for prior in (self.prior_means_count, self.prior_means))
-        return weight.expand(self.units).reshape(*self.units, *(1,) * len(self.event)), place - centre
+        See `Emission.maximize`; `step` is the part of the way in the moments. With means that are not trained, the
+        scatter is that about them.
+        """
+        d = self.event[0] if self.event else 1
+        counts, sums, squares = statistics.split((1, d, d * d) if self.has_matrices else (d, d, d), -1)
+        # numbers of observations in a shape that broadcasts to the covariances
+        total, squares = (counts[..., None], squares.unflatten(-1, (d, d))) if self.has_matrices else (counts, squares)
+        scale, prior_count, place, mean_count = self._prior()
+        center, before = self._center()[..., None, :], self._means()
+        average, place = torch.where(counts > 0, sums / counts, 0.0), place - center
+        within = squares - self._products(sums, average)
+        # features whose observations differ by no more than rounding have variance 0
+        varies = self._diagonal(within) > ROUNDING * self._diagonal(squares)
+        within = torch.where(self._products(varies, varies), within, 0.0)
+        means = torch.where(counts + mean_count > 0, (sums + mean_count * place) / (counts + mean_count), before)
+        means = means if self.means.requires_grad else before
+        mean_counts = mean_count[..., None] if self.has_matrices else mean_count.expand_as(means)
+        scatter = within + total * self._products(means - average, means - average)
+        scatter = scatter + mean_counts * self._products(means - place, means - place)
+        number = self._pooled(total) + prior_count + self._pooled((mean_counts > 0).double())
+        old = self._shared(self._spread())
+        covariance = torch.lerp(old, (self._pooled(scatter) + scale) / number, step)
+        # moments move linearly: the covariance of the mixture of both Gaussians, means apart included
+        moves = self._pooled(total * self._products(means - before, means - before)) / number
+        covariance = torch.where(number > 0, covariance + step * (1 - step) * moves, old)
+        if (self.factors if self.has_matrices else self.log_scales).requires_grad:
+            self._refuse_singular(covariance)
+        self._store(torch.lerp(before, means, step) + center, covariance, trained_only=True)
 
     def _refuse_singular(self, covariance: Tensor) -> None:
-        """Raise DegenerateError for a unit whose covariance is singular but for rounding."""
-        if self.factorised:
-            singular = covariance <= 0
-        else:
+        """Raise an error for a unit whose covariance is singular but for rounding."""
+        positive = (covariance > 0) & covariance.isfinite()
+        if self.has_matrices:
             factors, info = torch.linalg.cholesky_ex(covariance)
             left = self._diagonal(factors).square()
-            singular = (left <= _ROUNDING * self._diagonal(covariance)).any(-1) | (info > 0)
-        if bool(singular.any()):
-            unit, feature = self._first(singular)
-            which = f"unit {unit}{feature}"
-            if self.covariance_kind == "tied":
-                which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
-            raise DegenerateError(
-                f"maximize: expected positive variances, got 0 for {which}, on too few observations: give the "
-                "Gaussian a prior_scatter, or have fewer units"
-            )
+            positive = (left > ROUNDING * self._diagonal(covariance)) & (info == 0)[..., None]
+        if bool(positive.all()):
+            return
+        unit, feature = self._place(~positive.all(-1) if self.has_matrices else ~positive)
+        which = f"unit {unit}{feature}"
+        if self.covariance == "tied":
+            which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
+        raise DegenerateError(
+            f"maximize: expected positive variances, got 0 for {which}, on too few observations: pass "
+            "prior=NormalInverseWishart(scale, dof) to the Gaussian, or have fewer units"
+        )
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
-        covariance = "" if self.covariance_kind == "diagonal" else f', covariance="{self.covariance_kind}"'
+        covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
         return super().extra_repr() + (f", num_features={self.event[0]}" if self.event else "") + covariance

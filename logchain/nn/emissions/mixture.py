@@ -1,9 +1,12 @@
-"""Mixtures of the units of any input layer, with weights for each hidden unit."""
+"""Mixtures of the units of any emission, with weights for each hidden unit."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..log_weights import LogWeights
+from ..priors import Dirichlet
 from .emission import Emission
 
 
@@ -11,11 +14,11 @@ class Mixture(Emission):
     r"""Mixtures of k components: `log p(y | unit) = logsumexp_k (log weight[unit, k] + log p(y | unit, k))`.
 
     Args:
-        layer: the input layer of the components, of units `[*U, c, k]`; the mixture has units `[*U, c]`.
+        layer: the emission of the components, of units `[*U, c, k]`; the mixture has units `[*U, c]`.
+        prior: of the weights `[*U, c, k]`, see `LogWeights`.
         generator: the source of randomness for the initial weights, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, c, k]`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see `Emission`.
-    Expectation maximization fits a mixture if it fits the layer.
 
     Cost: that of the layer, and four passes over its result.
 
@@ -28,27 +31,34 @@ class Mixture(Emission):
             [ 0.0000]], grad_fn=<WhereBackward0>)
     """
 
-    def __init__(self, layer: Emission, *, generator: torch.Generator | None = None) -> None:
+    # layer and weights are fitted as separate parts
+    statistics: Any = None
+
+    def __init__(
+        self, layer: Emission, *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
+    ) -> None:
         if not isinstance(layer, Emission):
             raise TypeError(f"layer: expected an Emission, got {type(layer).__name__}")
         if len(layer.units) < 2:
             raise ValueError(f"layer: expected units (..., c, k), got {layer.units}")
         super().__init__(layer.units[:-1], layer.event)
-        self.layer, self.factorised, self.num_values = layer, layer.factorised, layer.num_values
-        self.weights = LogWeights(*layer.units, generator=generator)
+        self.layer, self.partial, self.num_values = layer, layer.partial, layer.num_values
+        self.weights = LogWeights(*layer.units, prior=prior, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw components and weights again: see `Emission.reset_parameters`."""
+        """Draw components and weights again."""
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
     def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        **covariates: Tensor,
     ) -> None:
-        """Initialize the components of each unit as their layer does, and draw the weights again.
-
-        See `Emission.initialize`.
-        """
+        """Initialize the components of each unit as their layer does, and draw the weights again."""
         self.layer.initialize(*self._of_layer(*self.known(data, observed)), generator=generator)
         self.weights.reset_parameters(generator)
 
@@ -70,17 +80,13 @@ class Mixture(Emission):
         weights = torch.distributions.Categorical(logits=self.weights()[at], validate_args=False)
         return torch.distributions.MixtureSameFamily(weights, self.layer.distribution(at), validate_args=False)
 
+    @torch.no_grad()
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density.
-
-        See `Emission.mode`.
-        """
+        """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density."""
         places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
-        with torch.no_grad():
-            log_density = _logsumexp(self.layer(places) + self.weights())  # (k, *U, c)
-        best = log_density.max(0)
-        at = best.indices.view(1, *self.units, *(1,) * len(self.event)).expand(1, *places.shape[1:])
-        return places.gather(0, at)[0], best.values
+        best = _logsumexp(self.layer(places) + self.weights()).max(0)  # of (k, *U, c)
+        at = best.indices.view(1, *self.units, *(1,) * len(self.event))
+        return places.take_along_dim(at, 0)[0], best.values
 
     def _of_layer(self, data: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data and mask with an axis of size 1 for the mixture's units, as the components' layer takes them."""

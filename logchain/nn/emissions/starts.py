@@ -1,20 +1,32 @@
 """Initial places of hidden units: observations far from each other."""
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...arguments import check_has_values
-from .emission import Emission
+
+if TYPE_CHECKING:
+    from .emission import Emission
 
 
-def seeds(
-    layer: Emission, data: Tensor, observed: Tensor | None, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Seeds(NamedTuple):
+    """Observations of each unit, `[*U, c, d]`, and of all data the variance and number `[*U, 1, d]`, in float64.
+
+    `nearest` `[g, n]` is the unit whose seed is the nearest to an observation.
+    """
+
+    places: Tensor
+    variance: Tensor
+    counts: Tensor
+    nearest: Tensor
+
+
+def seeds(layer: "Emission", data: Tensor, observed: Tensor | None, generator: torch.Generator | None) -> Seeds:
     """One observation for each unit, drawn in proportion to its squared distance from those drawn before (k-means++).
 
-    Returns:
-        The observations `[*U, c, d]`, and the mean, the (biased) variance and the number `[*U, 1, d]` of all data, in
-        float64, for events of d entries (1 for scalars). Missing entries are replaced by the mean.
+    Events have d entries (1 for numbers). Missing entries are replaced by the mean.
 
     Raises:
         ValueError: a variable or feature is never observed.
@@ -35,18 +47,33 @@ def seeds(
     # distances are in standard deviations, so that features count alike; a constant feature is not scaled
     scaled = (rows - mean) / torch.where(variance > 0, variance, 1.0).sqrt()
     seen = known.any(-1).double()  # (g, n)
-    chosen, distance = [], None
-    for _ in range(layer.units[-1]):
-        weights = seen if distance is None else torch.where((distance.sum(-1) > 0)[:, None], distance, seen)
-        drawn = _draw(weights, generator)[:, None, None].expand(-1, 1, rows.shape[-1])
-        chosen.append(rows.gather(1, drawn))
+    distance, nearest, places = torch.full_like(seen, torch.inf), torch.zeros_like(seen, dtype=torch.long), []
+    for unit in range(layer.units[-1]):
+        apart = (distance.sum(-1) > 0)[:, None] & (unit > 0)
+        drawn = _draw(torch.where(apart, distance, seen), generator)[:, None, None].expand(-1, 1, rows.shape[-1])
+        places.append(rows.gather(1, drawn))
         to_drawn = (scaled - scaled.gather(1, drawn)).square().sum(-1) * seen
-        distance = to_drawn if distance is None else torch.minimum(distance, to_drawn)
-    of_all = [part.view(*layer.units[:-1], 1, rows.shape[-1]) for part in (mean, variance, counts.double())]
-    return torch.cat(chosen, 1).view(*layer.units, rows.shape[-1]), of_all[0], of_all[1], of_all[2]
+        nearest = nearest.masked_fill(to_drawn < distance, unit)
+        distance = torch.minimum(distance, to_drawn)
+    shape = *layer.units[:-1], 1, rows.shape[-1]
+    chosen = torch.cat(places, 1).view(*layer.units, rows.shape[-1])
+    return Seeds(chosen, variance.view(shape), counts.double().view(shape), nearest)
 
 
-def observations(layer: Emission, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+def cluster_weights(
+    layer: "Emission", data: Tensor, observed: Tensor | None, generator: torch.Generator | None
+) -> Tensor:
+    """Weights `[..., *U, c]` of observations for each unit: most for those nearest to its seed, some for all others."""
+    nearest = seeds(layer, data, observed, generator).nearest  # (g, n)
+    groups, c = len(nearest), layer.units[-1]
+    noise = torch.rand(groups, c, c, dtype=torch.float64, device=data.device, generator=generator)
+    # random shares of the other clusters make units differ whose seeds are the same
+    shares = torch.eye(c, dtype=torch.float64, device=data.device) + noise / 2
+    weights = shares.gather(1, nearest[..., None].expand(-1, -1, c)).transpose(0, 1)  # (n, g, c)
+    return weights.reshape(*data.shape[: data.dim() - len(layer.units) + 1 - len(layer.event)], *layer.units)
+
+
+def observations(layer: "Emission", data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
     """The data of each of g variables, `[g, n, d]` in float64, and the mask of what is observed."""
     data, known = layer.known(data, observed)
     check_has_values("data", data)

@@ -1,0 +1,106 @@
+"""Features of several kinds, independent given the hidden unit."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..em import em_step
+from .emission import Emission
+from .starts import cluster_weights
+
+
+class Product(Emission):
+    r"""Vectors of features of several families: `log p(y | unit) = sum_f log p_f(y_f | unit)`.
+
+    Args:
+        *families: emissions of the same units. Each takes its columns of the data, in order: one for an event (), d for
+            an event (d,).
+
+    `families`: a `ModuleList`, of which each is fitted by itself. Call: data `[..., *U, d]`, whose entries may be
+    missing where the families allow it, to `[..., *U, c]`, in nats; see `Emission`. There is no single `distribution`.
+
+    Raises:
+        TypeError: a family is no `Emission`.
+        ValueError: there is no family, or units differ.
+
+    >>> from logchain.nn import Bernoulli, Gaussian
+    >>> weather = Product(Gaussian(2), Bernoulli(2))  # temperature, rain
+    >>> weather.families[0].set(torch.tensor([0.0, 3.0]), torch.tensor(1.0))
+    >>> weather.families[1].set(torch.tensor([0.5, 0.1]))
+    >>> weather(torch.tensor([[0.0, 1.0], [3.0, torch.nan]]))
+    tensor([[-1.6121, -7.7215],
+            [-5.4189, -0.9189]], grad_fn=<AddBackward0>)
+    """
+
+    partial = True
+    families: Any
+    # the families are fitted as separate parts
+    statistics: Any = None
+
+    def __init__(self, *families: Emission) -> None:
+        for family in families:
+            if not isinstance(family, Emission):
+                raise TypeError(f"families: expected emissions, got {type(family).__name__}")
+        if len({family.units for family in families}) != 1:
+            raise ValueError(f"families: expected emissions of the same units, got {[part.units for part in families]}")
+        self.sizes = [family.event[0] if family.event else 1 for family in families]
+        super().__init__(families[0].units, (sum(self.sizes),))
+        self.families = torch.nn.ModuleList(families)
+
+    def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
+        """A Product has no single distribution."""
+        raise TypeError("distribution: expected one of the families of the Product, whose distributions are separate")
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters of all families again."""
+        for family in self.families:
+            family.reset_parameters(generator)
+
+    def initialize(
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        **covariates: Tensor,
+    ) -> None:
+        """Initialize all families, by clusters of whole vectors."""
+        filled, known = self.known(data, observed)
+        for family, part, mask in self._parts(filled, known):
+            family.initialize(part, mask, generator=generator)
+        weights = cluster_weights(self, data, observed, generator)
+        em_step(self, [lambda: (weights * self(data, observed)).sum()], 0.9)
+
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
+        total: Tensor = sum(family(part, mask) for family, part, mask in self._parts(*self.known(data, observed)))
+        return total
+
+    def fill(self, data: Tensor, known: Tensor) -> Tensor:
+        """Data filled as each of the families does."""
+        return self._joined([family.fill(part, mask) for family, part, mask in self._parts(data, known)])
+
+    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+        """One observation of each of the states `[..., *U, d]`, a floating tensor: see `Emission.draw`."""
+        return self._joined([family.draw(states, generator).to(self.dtype) for family in self.families])
+
+    def mode(self) -> tuple[Tensor, Tensor]:
+        """The modes of all families `[*U, c, d]`, and their log-density: see `Emission.mode`."""
+        modes = [family.mode() for family in self.families]
+        return self._joined([places.to(self.dtype) for places, _ in modes]), sum(logs for _, logs in modes)
+
+    def _parts(self, data: Tensor, known: Tensor | None) -> list[tuple[Any, Tensor, Any]]:
+        """Each family, with its columns of data and mask."""
+        columns = [list(values.split(self.sizes, -1)) for values in (data, known) if values is not None]
+        for values in columns:
+            values[:] = [
+                value if family.event else value[..., 0] for family, value in zip(self.families, values, strict=True)
+            ]
+        masks = columns[1] if known is not None else [None] * len(self.sizes)
+        return list(zip(self.families, columns[0], masks, strict=True))
+
+    def _joined(self, columns: list[Tensor]) -> Tensor:
+        """Columns of all families as one vector."""
+        parts = zip(self.families, columns, strict=True)
+        return torch.cat([part if family.event else part[..., None] for family, part in parts], -1)

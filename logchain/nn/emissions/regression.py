@@ -1,0 +1,202 @@
+"""Linear regressions on covariates, with coefficients for each hidden unit."""
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal
+
+from ...arguments import check_choice, check_is_tensor
+from ..checks import check_count
+from ..parameters import broadcast
+from .emission import Emission
+from .gaussian import ROUNDING, Finite
+
+
+class LinearGaussian(Emission):
+    r"""Switching regression: `y ~ N(W u + b, S)` of covariates u, with W, b and S for each unit.
+
+    With former values of y as covariates it is the emission of an autoregressive hidden Markov model. Expectation
+    maximization solves weighted least squares.
+
+    Args:
+        units: c.
+        num_covariates: k.
+        num_features: d, for vectors of d entries; None for numbers.
+        covariance: "diag" or "full".
+        bias: whether there is a b.
+        generator: the source of randomness for the initial coefficients, standard normal; the variances are 1.
+
+    `weights`: parameter `[c, d, k]`, `bias` `[c, d]` (None without), `factors` `[c, d, d]`, whose lower triangles, the
+    diagonal exponentiated, are Cholesky factors of S. d is 1 for numbers. Call: data `[...]` or `[..., d]` and
+    `covariates` `[..., k]` to `[..., c]`, in nats; see `Emission`. Covariates are finite where data are observed.
+
+    Raises:
+        TypeError: there are no covariates.
+        ValueError: shapes do not go together, or a number is infinite (checked on a CPU); in `maximize`, covariates are
+            linearly dependent where a unit is used, or fit the data exactly.
+
+    Cost: `c d (k + d)` multiply-adds an observation; expectation maximization takes `c (k + d + 1)^2`, in float64.
+
+    >>> lines = LinearGaussian(1, 1)
+    >>> lines.set(torch.tensor([[[2.0]]]), torch.tensor([[1.0]]), torch.tensor([[[1.0]]]))
+    >>> lines(torch.tensor([3.0, 6.0]), covariates=torch.tensor([[1.0], [2.0]]))
+    tensor([[-0.9189],
+            [-1.4189]], grad_fn=<ToCopyBackward0>)
+    """
+
+    bias: torch.nn.Parameter | None
+    takes_covariates = True
+    support, expected = Finite(), "finite numbers, or NaN for what is missing"
+
+    def __init__(
+        self,
+        units: int,
+        num_covariates: int,
+        num_features: int | None = None,
+        covariance: str = "diag",
+        *,
+        bias: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_count("units", units)
+        check_count("num_covariates", num_covariates)
+        check_choice("covariance", covariance, ("diag", "full"))
+        super().__init__(units, () if num_features is None else (num_features,))
+        d, self.covariance = num_features or 1, covariance
+        self.weights = torch.nn.Parameter(torch.empty(units, d, num_covariates))
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(units, d)) if bias else None)
+        self.factors = torch.nn.Parameter(torch.empty(units, d, d))
+        self.reset_parameters(generator)
+
+    @property
+    def covariances(self) -> Tensor:
+        """The covariances S `[c, d, d]`, without gradients."""
+        factors = self._cholesky().detach()
+        return (factors @ factors.mT).to(self.dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the coefficients again, standard normal; the variances are 1."""
+        for parameter in (self.weights, self.bias):
+            if parameter is not None:
+                parameter.normal_(generator=generator)
+        self.factors.zero_()
+
+    @torch.no_grad()
+    def set(self, weights: Tensor, bias: Tensor | None, covariance: Tensor) -> None:
+        """Set W `[c, d, k]`, b `[c, d]` and S `[c, d, d]`, or what broadcasts to these shapes.
+
+        Raises:
+            ValueError: a covariance is not positive definite, or not diagonal although it should be.
+        """
+        covariance = broadcast("covariance", covariance, self.factors.shape)
+        factors, failed = torch.linalg.cholesky_ex(covariance)
+        if bool(failed.any()) or not bool(covariance.isfinite().all()):
+            raise ValueError("covariance: expected positive definite matrices")
+        if self.covariance == "diag" and bool(covariance.tril(-1).any()):
+            raise ValueError('covariance: expected diagonal matrices with covariance="diag"')
+        self.weights.copy_(broadcast("weights", weights, self.weights.shape))
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(broadcast("bias", bias, self.bias.shape))
+        self.factors.copy_(factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).log().diag_embed())
+
+    def distribution(self, at: tuple[Tensor, ...] = (), covariates: Tensor | None = None) -> Distribution:
+        """The normal distributions, of batch shape `[..., c]` for covariates `[..., k]`, or of states `[...]`."""
+        covariates = self._checked(covariates).double()
+        means = (covariates @ self.weights.double().flatten(0, 1).mT).unflatten(-1, self.factors.shape[:2])
+        means = means if self.bias is None else means + self.bias.double()  # (..., c, d)
+        factors = self._cholesky()
+        if at:
+            means, factors = means.take_along_dim(at[0][..., None, None], -2).squeeze(-2), factors[at]
+        return MultivariateNormal(means, scale_tril=factors, validate_args=False)
+
+    def forward(self, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None) -> Tensor:
+        """`log p(data | covariates, unit)`, `[..., c]` in nats: see `Emission.forward`."""
+        data, known = self.known(data, observed)
+        data, covariates, whole = self._rows(data, known, covariates)
+        log_density = self.distribution((), covariates).log_prob(data[..., None, :])
+        return log_density.masked_fill(~whole[..., None], 0.0).to(self.dtype)
+
+    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+        """One observation of each of the states `[...]`, for `covariates` `[..., k]`: see `Emission.draw`."""
+        draws = super().draw(states, generator, **covariates)
+        return draws if self.event else draws[..., 0]
+
+    def statistics(
+        self, flow: Tensor, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None
+    ) -> Tensor:
+        """Expected products `[c, f, f]` of the vectors `(u, 1, y)`: see `Emission.statistics`."""
+        data, covariates, whole = self._rows(*self.known(data, observed), covariates)
+        covariates = covariates.expand(*data.shape[:-1], -1)
+        rows = torch.cat((covariates, torch.ones_like(data[..., :1]), data), -1).flatten(0, -2)
+        weights = flow.double().masked_fill(~whole[..., None], 0.0).reshape(len(rows), -1)
+        return (weights.mT[..., None] * rows).mT @ rows
+
+    @torch.no_grad()
+    def maximize(self, statistics: Tensor, step: float = 1.0) -> None:
+        """Set coefficients and covariances by weighted least squares: see `Emission.maximize`."""
+        c, d, k = self.weights.shape
+        bias = torch.zeros_like(self.weights[..., 0]) if self.bias is None else self.bias
+        before = torch.cat((self.weights, bias[..., None]), -1).double()  # (c, d, k + 1)
+        bias_is_trained = self.bias is not None and self.bias.requires_grad
+        free = torch.tensor([self.weights.requires_grad] * k + [bias_is_trained], device=statistics.device)
+        # products of the covariates whose coefficients are trained, and of y without the effect of the others
+        change = torch.eye(k + 1 + d).to(statistics).repeat(c, 1, 1)
+        change[:, k + 1 :, : k + 1] = -before.masked_fill(free, 0.0)
+        change = change[:, torch.cat((free, free.new_ones(d)))]
+        count = statistics[:, k, k, None, None]
+        products = torch.where(count > 0, change @ statistics @ change.mT, torch.eye(change.shape[1]).to(statistics))
+        factors, failed = torch.linalg.cholesky_ex(products)
+        left = factors.diagonal(dim1=-2, dim2=-1).square()
+        singular = ~(left > ROUNDING * products.diagonal(dim1=-2, dim2=-1)).all(-1) | (failed > 0)
+        if bool(singular.any()):
+            raise ValueError(
+                f"maximize: expected linearly independent covariates that do not fit the data exactly, got others "
+                f"for unit {int(singular.nonzero()[0])}: have fewer covariates, fewer units or more data"
+            )
+        # the factor of the products holds the coefficients and the factor of the residuals' scatter
+        q = factors.shape[-1] - d
+        after = before.clone()
+        after[..., free] = torch.linalg.solve_triangular(
+            factors[:, :q, :q], factors[:, q:, :q], upper=False, left=False
+        )
+        scatter = factors[:, q:, q:] @ factors[:, q:, q:].mT
+        scatter = scatter if self.covariance == "full" else scatter.diagonal(dim1=-2, dim2=-1).diag_embed()
+        old = self._cholesky() @ self._cholesky().mT
+        covariance = torch.where(count > 0, torch.lerp(old, scatter / count, step), old)
+        after = torch.where(count > 0, torch.lerp(before, after, step), before)
+        factors = torch.linalg.cholesky(covariance)
+        logs = factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).log().diag_embed()
+        for parameter, value in ((self.weights, after[..., :k]), (self.bias, after[..., k]), (self.factors, logs)):
+            if parameter is not None and parameter.requires_grad:
+                parameter.copy_(value)
+
+    def _rows(self, data: Tensor, known: Tensor | None, covariates: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Data `[..., d]` and covariates in float64, 0 where data are missing, and where they are not."""
+        data = (data if self.event else data[..., None]).double()
+        covariates = self._checked(covariates).double()
+        whole = torch.ones_like(data[..., 0], dtype=torch.bool)
+        if known is not None:
+            whole = known[..., 0] if self.event else known
+        return data, covariates.masked_fill(~whole[..., None], 0.0), whole
+
+    def _checked(self, covariates: Tensor | None) -> Tensor:
+        check_is_tensor("covariates", covariates)
+        assert covariates is not None
+        if not covariates.dim() or covariates.shape[-1] != self.weights.shape[-1]:
+            raise ValueError(
+                f"covariates: expected shape [..., {self.weights.shape[-1]}], got {list(covariates.shape)}"
+            )
+        return covariates
+
+    def _cholesky(self) -> Tensor:
+        """The Cholesky factors `[c, d, d]` of the covariances, in float64."""
+        factors, diagonal = self.factors.double(), self.factors.double().diagonal(dim1=-2, dim2=-1)
+        lower = factors.tril(-1) if self.covariance == "full" else torch.zeros_like(factors)
+        return lower + diagonal.exp().diag_embed()
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        features = f", num_features={self.event[0]}" if self.event else ""
+        covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
+        bias = "" if self.bias is not None else ", bias=False"
+        return f"{super().extra_repr()}, num_covariates={self.weights.shape[-1]}{features}{covariance}{bias}"
