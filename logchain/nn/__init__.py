@@ -3,7 +3,6 @@
 from . import transitions
 from .chain_circuit import ChainCircuit, Completion
 from .chain_model import ChainModel
-from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step
 from .emissions import (
     Bernoulli,
@@ -15,12 +14,13 @@ from .emissions import (
     Mixture,
     Poisson,
 )
-from .fitting import Fit, fit
+from .fitting import ConvergenceWarning, Fit, fit
 from .hmm import HMM, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
 from .semi_markov_crf import SemiMarkovCRF
+from .standard_errors import standard_errors
 
 __all__ = [
     "HMM",
@@ -30,8 +30,7 @@ __all__ = [
     "ChainCircuit",
     "ChainModel",
     "Completion",
-    "DegenerateError",
-    "DegenerateWarning",
+    "ConvergenceWarning",
     "Distribution",
     "Fit",
     "Gaussian",
@@ -45,5 +44,6 @@ __all__ = [
     "SumLayer",
     "em_step",
     "fit",
+    "standard_errors",
     "transitions",
 ]

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_dense, check_is_tensor, tensor_of
-from .checks import check_mask, mask_of
+from .checks import check_mask, check_unsharded, mask_of
 from .emissions.emission import Emission
-from .fitting import Fit, Optimizer, fit, frozen
-from .log_weights import LogWeights
-from .parameters import fill, over
+from .fitting import Fit, Optimizer, fit
+from .parameters import fill, frozen, over, reset_parameters
 
 
 class ChainModel(torch.nn.Module):
@@ -38,13 +37,11 @@ class ChainModel(torch.nn.Module):
         >>> hmm.emission.means.detach().sort().values
         tensor([1., 5.])
         """
+        check_unsharded(self)
         emission = self._emission()
-        of_emission = set(emission.modules())
-        with frozen(self):
-            for part in self.modules():
-                if isinstance(part, LogWeights) and part not in of_emission:
-                    part.reset_parameters(generator)
-            if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
+        reset_parameters(self, generator, without=emission if isinstance(emission, Emission) else None)
+        if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
+            with frozen(emission):
                 data, known, _ = self._observations(data, observed, lengths)
                 emission.initialize(data, known, generator=generator)
 
@@ -55,20 +52,21 @@ class ChainModel(torch.nn.Module):
         observed: Tensor | None = None,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
+        weights: Tensor | None = None,
         method: Literal["em", "gradient"] = "em",
         max_iterations: int = 100,
         tolerance: float = 1e-2,
         batch_size: int | None = None,
         step: float | Callable[[int], float] | None = None,
         optimizer: Optimizer | None = None,
-        restarts: int = 1,
+        restarts: int | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
         `observed`, `lengths` and, of an `HMM`, `covariates` are those of the class, the other options those of
-        `logchain.nn.fit`. By default the parameters are initialized first; `restarts=0` starts from the present ones.
+        `logchain.nn.fit`. By default, parameters that nobody has set are initialized first.
 
         Returns:
             A `Fit`; its `str` is a short report.
@@ -83,12 +81,13 @@ class ChainModel(torch.nn.Module):
         """
         if method == "em" and self.stationary:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
-        conditions = {"observed": observed, "lengths": lengths, "covariates": covariates}
+        conditions: dict[str, Any] = {"observed": observed, "lengths": lengths, "covariates": covariates}
         data, conditions = self._in_batch(data, {name: part for name, part in conditions.items() if part is not None})
         return fit(
             self,
             data,
             conditions=conditions,
+            weights=weights,
             method=method,
             max_iterations=max_iterations,
             tolerance=tolerance,
@@ -99,6 +98,17 @@ class ChainModel(torch.nn.Module):
             generator=generator,
             progress=progress,
         )
+
+    def num_observations(
+        self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None, **_: Any
+    ) -> Tensor:
+        """The number of steps of each sequence `[n]` at which something is observed."""
+        data, known, _ = self._observations(data, observed, lengths)
+        axes = self._event_axes()
+        if axes is None:  # steps are the second axis
+            return torch.full(data.shape[:1], data.shape[1]) if known is None else known.flatten(1).sum(1)
+        present = ~data.isnan() if known is None else known & ~data.isnan()
+        return (present.flatten(-axes).any(-1) if axes else present).flatten(1).sum(1)
 
     def _emission(self) -> torch.nn.Module:
         """The module of the densities of observations."""

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from .checks import check_count, check_prior
-from .parameters import arithmetic, broadcast
+from .parameters import DrawnModule, arithmetic, broadcast
 
 
-class LogWeights(torch.nn.Module):
+class LogWeights(DrawnModule):
     r"""`log_softmax(logits)`: logarithms of probabilities that sum to 1 along an axis.
 
     Args:
@@ -118,6 +118,11 @@ class LogWeights(torch.nn.Module):
         shares, before = counts / total, self.normalized(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self._store(shares)
+
+    def num_parameters(self) -> int:
+        """The number of weights that are not 0, less one for each sum."""
+        possible = (self().detach() > -torch.inf).double()
+        return round(float((possible - possible / self.totals(possible)).sum()))
 
     def _store(self, probabilities: Tensor) -> None:
         """Set the weights to probabilities that sum to 1."""

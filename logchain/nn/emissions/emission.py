@@ -9,10 +9,10 @@ from torch import Tensor
 from ...arguments import check_device, check_is_tensor
 from ...tensors import is_readable
 from ..checks import check_count, check_mask
-from ..parameters import arithmetic
+from ..parameters import DrawnModule, arithmetic
 
 
-class Emission(torch.nn.Module):
+class Emission(DrawnModule):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. Data

@@ -9,7 +9,6 @@ from torch.distributions.constraints import Constraint
 
 from ...arguments import check_choice
 from ..checks import check_count, check_prior
-from ..degenerate import DegenerateError
 from ..parameters import broadcast
 from .exponential_family import ExponentialFamily
 from .starts import seeds
@@ -55,9 +54,9 @@ class Gaussian(ExponentialFamily):
 
     Raises:
         TypeError: a prior is neither a number nor a tensor.
-        ValueError: shapes do not go together, or a number is infinite (checked on a CPU).
-        DegenerateError: in `maximize`, a variance is 0, as for a unit that a single observation belongs to, where the
-            likelihood has no maximum. A prior or fewer units avoid that.
+        ValueError: shapes do not go together, or a number is infinite (checked on a CPU); or, in `maximize`, a variance
+            is 0, as for a unit that a single observation belongs to, where the likelihood has no maximum. A prior or
+            fewer units avoid that.
 
     Cost: that of `ExponentialFamily` with 3 d statistics, or 1 + d + d^2 for a full covariance. Statistics are taken
     about the mean m0 of a variable's means: the rounding error of a log-density is `2^-53 ((y - m0) / deviation)^2`,
@@ -324,7 +323,7 @@ class Gaussian(ExponentialFamily):
         return weight.expand(self.units).reshape(*self.units, *(1,) * len(self.event)), place - centre
 
     def _refuse_singular(self, covariance: Tensor) -> None:
-        """Raise DegenerateError for a unit whose covariance is singular but for rounding."""
+        """Refuse a unit whose covariance is singular but for rounding."""
         if self.factorised:
             singular = covariance <= 0
         else:
@@ -336,10 +335,16 @@ class Gaussian(ExponentialFamily):
             which = f"unit {unit}{feature}"
             if self.covariance_kind == "tied":
                 which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
-            raise DegenerateError(
+            raise ValueError(
                 f"maximize: expected positive variances, got 0 for {which}, on too few observations: give the "
                 "Gaussian a prior_scatter, or have fewer units"
             )
+
+    def num_parameters(self) -> int:
+        """The number of trained means, and of trained variances or entries of covariances' lower triangles."""
+        spread = self.log_scales if self.factorised else self.factors
+        entries = spread.numel() if self.factorised else torch.ones_like(spread).tril().sum()
+        return self.means.requires_grad * self.means.numel() + spread.requires_grad * int(entries)
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
