@@ -100,7 +100,7 @@ class ChainModel(torch.nn.Module):
         )
 
     def num_observations(
-        self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None, **_: Any
+        self, data: Tensor, observed: Tensor | None = None, *, lengths: Lengths | None = None, **others: Any
     ) -> Tensor:
         """The number of steps of each sequence `[n]` at which something is observed."""
         data, known, _ = self._observations(data, observed, lengths)

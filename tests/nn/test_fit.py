@@ -260,6 +260,15 @@ def test_fit_with_a_prior_ends_at_the_maximum_of_the_posterior():
     assert abs(by_gradient.log_posterior - more.log_posterior) < 1e-4
 
 
+def test_fit_ends_within_its_tolerance_of_the_maximum_where_gains_fall_slowly():
+    draw = np.random.default_rng(0)
+    data = torch.tensor(draw.normal((np.arange(400) // 20) % 3 * 1.5, 1.0))[None]
+    hmm = HMM(3, "gaussian", generator=seeded()).double()
+    report = hmm.fit(data, generator=seeded())
+    more = hmm.fit(data, restarts=0, max_iterations=1000, **ENDLESS)
+    assert report.converged and 0 <= more.log_likelihood - report.log_likelihood < 0.02
+
+
 @pytest.mark.parametrize("method", ["em", "gradient"])
 def test_priors_count_once_in_mini_batches(method):
     data = torch.tensor([0, 1]).repeat(200, 1)[:, :1]
