@@ -60,12 +60,12 @@ def standard_errors(
     hessian = _jacobian(gradient, parameters)
     gradient, gauges = gradient.detach(), _gauges(model, trained)
     flat = ((hessian == 0).all(-1) & (gauges.diagonal() == 0)).double().diag()
-    # directions in which nothing can change get a curvature of their size, which the inverse is free of again
+    # directions in which nothing can change get some curvature; quantities depend on none, or have infinite errors
     size = hessian.diagonal().abs().mean()
     factor, failed = torch.linalg.cholesky_ex(size * (gauges + flat) - hessian)
     if failed or (factor.diagonal().square() <= 1e-10 * hessian.diagonal().abs()).any():
         raise ValueError("model: expected a maximum of the log-posterior, which is flat or curves up here; fit further")
-    covariance = torch.cholesky_inverse(factor) - gauges / size
+    covariance = torch.cholesky_inverse(factor)
     if (missing := float(gradient @ covariance @ gradient) / 2) > 0.1:
         raise ValueError(f"model: expected a maximum, got one {missing:.2g} nats below; fit with a smaller tolerance")
     projection = torch.eye(len(hessian)).to(hessian) - (gauges if of is None else 0)
