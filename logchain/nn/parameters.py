@@ -116,12 +116,8 @@ def reset_parameters(
 
     A generator draws the seed where that method takes none, as those of torch.
     """
-    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-    with torch.random.fork_rng(devices=devices, enabled=generator is not None):
-        if generator is not None:
-            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
-        with frozen(model):
-            _reset(model, type(model).__name__, generator, without)
+    with frozen(model):
+        _reset(model, type(model).__name__, generator, without)
 
 
 def _reset(
@@ -130,8 +126,15 @@ def _reset(
     if module is without or not any(parameter.requires_grad for parameter in module.parameters()):
         return
     reset: Any = getattr(module, "reset_parameters", None)
+    if reset is not None and "generator" in signature(reset).parameters:
+        reset(generator=generator)
+        return
     if reset is not None:
-        reset(**({"generator": generator} if "generator" in signature(reset).parameters else {}))
+        devices = sorted({p.device for p in module.parameters() if p.device.type == "cuda"}, key=str)
+        with torch.random.fork_rng(devices=devices, enabled=generator is not None):
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+            reset()
         return
     for own, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:
