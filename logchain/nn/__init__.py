@@ -3,7 +3,6 @@
 from .bio import TagConstraints, bio_constraints
 from .chain_circuit import ChainCircuit, Completion
 from .chain_model import ChainModel
-from .degenerate import DegenerateError, DegenerateWarning
 from .durations import Durations
 from .em import em_step
 from .emissions import (
@@ -19,13 +18,14 @@ from .emissions import (
     Poisson,
     Product,
 )
-from .fitting import Fit, fit
+from .fitting import ConvergenceWarning, Fit, fit
 from .hmm import HMM, FilteredStates, Forecast, Sample
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
 from .priors import Dirichlet, Gamma, NormalInverseWishart
 from .semi_markov_crf import SemiMarkovCRF
+from .standard_errors import standard_errors
 from .transitions import Transitions
 
 __all__ = [
@@ -36,8 +36,7 @@ __all__ = [
     "ChainCircuit",
     "ChainModel",
     "Completion",
-    "DegenerateError",
-    "DegenerateWarning",
+    "ConvergenceWarning",
     "Dirichlet",
     "Distribution",
     "Durations",
@@ -63,4 +62,5 @@ __all__ = [
     "bio_constraints",
     "em_step",
     "fit",
+    "standard_errors",
 ]

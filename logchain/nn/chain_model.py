@@ -7,10 +7,11 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from .checks import check_unsharded
 from .data import Data, Ends, Rows, Sequences
 from .emissions.emission import Emission
-from .fitting import Fit, Optimizer, fit, frozen
-from .log_weights import LogWeights
+from .fitting import Fit, Optimizer, fit
+from .parameters import frozen, reset_parameters
 
 
 class ChainModel(torch.nn.Module):
@@ -18,6 +19,7 @@ class ChainModel(torch.nn.Module):
 
     # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
     stationary = False
+    num_states = 1
 
     @torch.no_grad()
     def initialize(
@@ -38,17 +40,13 @@ class ChainModel(torch.nn.Module):
         >>> hmm.emission.means.detach().sort().values
         tensor([1., 5.])
         """
+        check_unsharded(self)
         emission = self._emission()
-        of_emission = set(emission.modules())
-        with frozen(self):
-            for part in self.modules():
-                if isinstance(part, LogWeights) and part not in of_emission:
-                    part.reset_parameters(generator)
-            if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
-                sequences = self._sequences(data, observed, lengths, covariates, states)
-                options: dict[str, Any] = {}
-                if takes_covariates(emission):
-                    options["covariates"] = sequences.covariates
+        reset_parameters(self, generator, without=emission if isinstance(emission, Emission) else None)
+        if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
+            sequences = self._sequences(data, observed, lengths, covariates, states)
+            options: dict[str, Any] = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
+            with frozen(emission):
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
 
     def fit(
@@ -59,20 +57,21 @@ class ChainModel(torch.nn.Module):
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
+        weights: Tensor | None = None,
         method: Literal["em", "gradient"] = "em",
         max_iterations: int = 100,
         tolerance: float = 1e-2,
         batch_size: int | None = None,
         step: float | Callable[[int], float] | None = None,
         optimizer: Optimizer | None = None,
-        restarts: int = 1,
+        restarts: int | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
-        Data and what belongs to them are those of the class, the other options those of `logchain.nn.fit`. By default
-        the parameters are initialized first; `restarts=0` starts from the present ones.
+        Data and what belongs to them are those of the class, the other options those of `logchain.nn.fit`. By default,
+        parameters that nobody has set are initialized first.
 
         Returns:
             A `Fit`; its `str` is a short report.
@@ -91,7 +90,7 @@ class ChainModel(torch.nn.Module):
         if method == "em" and self.stationary:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
         sequences = self._sequences(data, observed, lengths, covariates, states).with_batch()
-        if sequences.has_one_step_each:
+        if sequences.has_one_step_each and self.num_states > 1:
             remedy = (
                 "for one sequence of vectors, pass an emission with their size, such as Gaussian(2, num_features=1)"
             )
@@ -103,6 +102,7 @@ class ChainModel(torch.nn.Module):
         return fit(
             self,
             sequences,
+            weights=weights,
             method=method,
             max_iterations=max_iterations,
             tolerance=tolerance,
@@ -113,6 +113,18 @@ class ChainModel(torch.nn.Module):
             generator=generator,
             progress=progress,
         )
+
+    def num_observations(self, sequences: Sequences) -> Tensor:
+        """The number of steps of each sequence `[n]` at which something is observed."""
+        data, known, axes = sequences.data, sequences.known, self._event_axes()
+        if axes is None:  # what a module reads of an event is not known
+            present = data.new_ones(data.shape[: 2 - bool(sequences.sizes)]) if known is None else known
+        else:
+            present = ~data.isnan() if known is None else known & ~data.isnan()
+            present = present.flatten(-axes).any(-1) if axes else present
+        if sequences.sizes is not None:
+            return torch.stack([steps.sum() for steps in present.split(sequences.sizes)])
+        return present.flatten(1).sum(1)
 
     def _emission(self) -> torch.nn.Module:
         """The module of the densities of observations."""

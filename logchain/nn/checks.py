@@ -46,11 +46,12 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a number, got {value!r}")
 
 
-def check_step(step: float) -> None:
-    """Check for a step size of expectation maximization, from 0 to 1."""
+def check_step(step: float) -> float:
+    """A step size of expectation maximization, checked to be from 0 to 1."""
     check_number("step", step)
     if not 0 <= step <= 1:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")
+    return step
 
 
 def check_prior(name: str, value: float | Tensor, shape: tuple[int, ...], *, signed: bool = False) -> None:

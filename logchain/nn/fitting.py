@@ -1,9 +1,11 @@
-"""Maximum likelihood for any model with a `log_prob`, by expectation maximization or by gradients."""
+"""Maximum likelihood or a posteriori for any model with a `log_prob`, by expectation maximization or by gradients."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
@@ -13,84 +15,112 @@ from torch import Tensor
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
-from .data import Sequences
-from .degenerate import DegenerateError, DegenerateWarning
-from .em import em_step, trained_parts
+from .em import em_update, recorded_calls, trained_parts
+from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
+class ConvergenceWarning(UserWarning):
+    """A warning of `fit`: it stopped before it converged, or starts failed."""
+
+
 class Fit(NamedTuple):
-    """The result of `fit`; log-likelihoods are of all the data, in nats, and with restarts those of the best start.
+    """The result of `fit`, of the best start. All data count, and logarithms are in nats.
 
     Attributes:
-        log_likelihood: that of the final parameters.
-        history: log-likelihoods before the first iteration and after each; with mini-batches each is a sum over batches
+        log_likelihood: that of the final parameters, `sum weight log p(data)`.
+        log_posterior: the log-likelihood and the `log_prior()` of all parts; without priors it is the same.
+        history: log-posteriors before the first iteration and after each; with mini-batches each is a sum over batches
             between which the parameters changed.
         iterations: their number.
-        converged: whether the last iteration gained less than the tolerance.
-        starts: the final log-likelihood of each start that did not fail.
-        set_aside: the number of starts that met a `DegenerateError` and were skipped.
+        converged: whether the further iterations are estimated to gain less than the tolerance.
+        starts: the final log-posterior of each start that did not fail.
+        num_failed: the number of starts that failed and were skipped.
+        num_parameters: free trained parameters: of probabilities that sum to 1 those that are not 0, but one.
+        num_observations: the model's `num_observations(data, **conditions)` `[n]`, in an `HMM` the numbers of steps at
+            which something is observed, weighted and added up; n without that method.
     """
 
     log_likelihood: float
+    log_posterior: float
     history: tuple[float, ...]
     iterations: int
     converged: bool
     starts: tuple[float, ...]
-    set_aside: int = 0
+    num_failed: int = 0
+    num_parameters: int = 0
+    num_observations: float = 0.0
+
+    @property
+    def aic(self) -> float:
+        """Akaike's information criterion, `2 num_parameters - 2 log_likelihood`: less is better."""
+        return 2 * self.num_parameters - 2 * self.log_likelihood
+
+    @property
+    def bic(self) -> float:
+        """The Bayesian information criterion, `num_parameters log(num_observations) - 2 log_likelihood`."""
+        return self.num_parameters * math.log(self.num_observations) - 2 * self.log_likelihood
 
     def __str__(self) -> str:
         """A report of two lines, or of three for several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
         lines = [
-            f"log-likelihood {self.log_likelihood:.2f} nats, {self.history[0]:.2f} at the start",
+            f"log-posterior {self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start; "
+            f"log-likelihood {self.log_likelihood:.2f}",
             f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}",
         ]
-        if len(self.starts) + self.set_aside > 1:
-            aside = f"; {self.set_aside} skipped" if self.set_aside else ""
+        if len(self.starts) + self.num_failed > 1:
+            failed = f"; {self.num_failed} failed" if self.num_failed else ""
             starts = ", ".join(f"{start:.4f}" for start in self.starts)
-            lines.append(f"best of {len(self.starts)} starts: {starts}{aside}")
+            lines.append(f"best of {len(self.starts)} starts: {starts}{failed}")
         return "\n".join(lines)
 
 
 def fit(
     model: torch.nn.Module,
-    data: Tensor | Sequences,
+    data: Any,
     *,
     conditions: Mapping[str, Any] | None = None,
+    weights: Tensor | None = None,
     method: Literal["em", "gradient"] = "em",
     max_iterations: int = 100,
     tolerance: float = 1e-2,
     batch_size: int | None = None,
     step: float | Callable[[int], float] | None = None,
     optimizer: Optimizer | None = None,
-    restarts: int = 0,
+    restarts: int | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Fit:
-    r"""Maximize the log-likelihood `sum log p(data)` over the trained parameters of a model, in place.
+    r"""Maximize `sum weight log p(data) + sum log_prior` over the trained parameters of a model, in place.
+
+    The second sum is over all modules that have a method `log_prior() -> Tensor`, as parts with a `prior` have.
 
     Args:
-        model: a module with `log_prob(data, **conditions) -> [n]`; for `restarts`, with `initialize(data, ...)` too.
+        model: a module with `log_prob(data, **conditions) -> [n]`.
         data: `[n, ...]`, of n independent sequences or samples.
         conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
-        method: "em" for expectation maximization, where every trained parameter must belong to a part whose maximum has
-            a closed form (see `em_step`); "gradient" for L-BFGS, or Adam with mini-batches.
+        weights: non-negative weights `[n]` of the sequences' log-likelihoods; None for ones.
+        method: "em" for expectation maximization, where every trained parameter must belong to a part that it fits
+            (see `em_step`); "gradient" for L-BFGS, or Adam with mini-batches.
         max_iterations: an iteration is one pass over the data by EM or Adam, or up to 20 steps of L-BFGS.
-        tolerance: nats; the fit ends with the first iteration that gains less. 0 ends it where nothing is gained any
-            more, -inf never. It has no effect with mini-batches, whose gains are random.
+        tolerance: nats; the fit ends when an iteration gains less and all further ones would together gain less, by
+            Aitken's extrapolation of the last two gains, or when nothing is gained. 0 ends it only then, -inf never. It
+            has no effect with mini-batches, whose gains are random.
         batch_size: number of sequences that are computed at a time. "em" adds up the statistics of all batches, so that
             only the memory changes, unless a `step` makes them mini-batches. With "gradient" every batch, in random
             order, is a mini-batch: a step of the optimizer.
         step: makes the batches of "em" mini-batches, in random order: after each, the mean parameters move this part of
             the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
         optimizer: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
-        restarts: number of times to start from `model.initialize(data, generator=..., **conditions)`; the best fit is
-            taken. Of several, a start that meets a `DegenerateError` is skipped: a variance that
-            reaches 0, or a log-likelihood that is not finite. 0 starts from the present parameters.
-        generator: the source of randomness for the order of batches and for `initialize`.
+        restarts: number of times to draw all trained parameters again, by `model.initialize(data, generator=...,
+            **conditions)` or, in a model without that method, by `reset_parameters` of its modules; the best fit is
+            taken. Of several, a start that fails by any error of values or of arithmetic is skipped. 0 starts from the
+            present parameters. None does so after `initialize` of the parts that nobody has set since they were
+            constructed: by `set`, `load_state_dict`, an optimizer or a fit.
+        generator: the source of randomness for the order of batches and for what is drawn.
         progress: show a progress bar (tqdm) of the iterations.
 
     Returns:
@@ -98,24 +128,25 @@ def fit(
 
     Raises:
         TypeError: an option is of another kind.
-        ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter has no
-            maximum in closed form; or FSDP2 has sharded the model, which has to be fitted before.
-        DegenerateError: in every start, a variance reaches 0, or the log-likelihood is not finite, as for data that are
-            impossible. It is a ValueError.
-        RuntimeError: `torch.inference_mode` is on.
-        ImportError: `progress` is given, and tqdm is not installed.
+        ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter belongs to
+            no part; FSDP2 has sharded the model, which has to be fitted before; a trained parameter cannot be drawn
+            again; or, in every start, a part has no maximum, as where a variance reaches 0, or the log-posterior is not
+            finite, as for impossible data.
+        RuntimeError: `torch.inference_mode` is on, or every start failed by an error that is not a ValueError.
+        ImportError: `progress` is set, and tqdm is not installed.
 
     Warns:
-        DegenerateWarning: starts were skipped, for what each of them met.
+        ConvergenceWarning: the best fit did not converge, or starts were skipped, for what each of them met.
 
-    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. The `prior` of
-    `LogWeights` keeps it above; "gradient" from a start without zeros never reaches 0.
+    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. A `Dirichlet` prior keeps
+    it above; "gradient" from a start without zeros never reaches 0.
 
     Cost: a forward and a backward pass an iteration, and a forward pass at the end.
 
     Source: A. Dempster, N. Laird and D. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", J. R.
     Stat. Soc. B 39 (1977); O. Cappe and E. Moulines, "On-line expectation-maximization algorithm for latent data
-    models" (arXiv:0712.4273), for mini-batches.
+    models" (arXiv:0712.4273), for mini-batches; D. Boehning et al., "The distribution of the likelihood ratio for
+    mixtures of densities from the one-parameter exponential family", Ann. Inst. Stat. Math. 46 (1994), for the end.
 
     >>> from logchain.nn import HMM
     >>> hmm = HMM(1, "poisson")
@@ -125,64 +156,70 @@ def fit(
     >>> hmm.emission.log_rates.exp().detach()
     tensor([3.5000])
     """
-    run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimizer, generator)
+    run = _Run(model, data, dict(conditions or {}), weights, method, batch_size, step, optimizer, generator)
     check_unsharded(model)
     check_differentiable("fit")
     check_number("tolerance", tolerance)
     check_flag("progress", progress)
     check_count("max_iterations", max_iterations, least=0)
-    check_count("restarts", restarts, least=0)
+    if restarts is not None:
+        check_count("restarts", restarts, least=0)
     run.check()
-    if restarts and not hasattr(model, "initialize"):
-        raise TypeError(f"restarts: expected 0 for {type(model).__name__}, which has no `initialize`")
     if progress:
         check_progress()
-    fits: list[Fit] = []
-    failed: dict[int, DegenerateError] = {}
+    num_starts, fits = restarts or 1, list[Fit]()
+    failures: dict[int, Exception] = {}
     best: dict[str, Tensor] = {}
-    for start in range(1, max(1, restarts) + 1):
-        if restarts:
-            run.model.initialize(data, generator=generator, **run.conditions)
-        title = f"start {start} of {restarts}" if restarts > 1 else "fit"
+    for start in range(1, num_starts + 1):
+        title = f"start {start} of {num_starts}" if num_starts > 1 else "fit"
         try:
-            outcome = _one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance)
-        except DegenerateError as error:
-            failed[start] = error
+            run.draw(restarts)
+            fits.append(_one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance))
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            if num_starts == 1:
+                raise
+            failures[start] = error
             continue
-        fits.append(outcome)
-        if restarts > 1 and outcome.log_likelihood >= max(outcome.log_likelihood for outcome in fits):
+        if num_starts > 1 and fits[-1].log_posterior >= max(outcome.log_posterior for outcome in fits):
             best = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    if not fits and restarts < 2:
-        raise failed[1]
     if not fits:
-        raise DegenerateError(f"{failed[1]} (start 1 of {restarts}, all of which failed)") from failed[1]
-    if failed:
-        reasons = (f"start {start}: {error}" for start, error in failed.items())
-        text = "; ".join((f"fit: skipped {len(failed)} of {restarts} starts", *reasons))
-        warn(text, DegenerateWarning, stacklevel=2)
+        kind = ValueError if isinstance(failures[1], ValueError) else RuntimeError
+        raise kind(f"{failures[1]} (start 1 of {num_starts}, all of which failed)") from failures[1]
+    if failures:
+        reasons = (f"start {start}: {error}" for start, error in failures.items())
+        text = "; ".join((f"fit: skipped {len(failures)} of {num_starts} starts", *reasons))
+        warn(text, ConvergenceWarning, stacklevel=2)
     if best:
         model.load_state_dict(best)
-    starts = tuple(outcome.log_likelihood for outcome in fits)
-    return fits[starts.index(max(starts))]._replace(starts=starts, set_aside=len(failed))
+    starts = tuple(outcome.log_posterior for outcome in fits)
+    result = fits[starts.index(max(starts))]
+    if not (result.converged or run.moving or max_iterations == 0 or tolerance == -math.inf):
+        gain = result.history[-1] - result.history[-2]
+        text = f"the last of {max_iterations} iterations gained {gain:.3g} nats; pass a larger max_iterations"
+        warn(f"fit: expected convergence, but {text} or tolerance", ConvergenceWarning, stacklevel=2)
+    return result._replace(
+        starts=starts,
+        num_failed=len(failures),
+        num_parameters=_num_parameters(model),
+        num_observations=run.num_observations(),
+    )
 
 
-@contextmanager
-def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """A context that restores the parameters that are not trained, in which the others may be written."""
-    check_unsharded(model)
-    before = [(fixed, fixed.detach().clone()) for fixed in model.parameters() if not fixed.requires_grad]
-    yield
-    with torch.no_grad():
-        for parameter, value in before:
-            parameter.copy_(value)
+class _Batch(NamedTuple):
+    """A function that computes the log-likelihood of some sequences, and their share of all."""
+
+    log_likelihood: Callable[[], Tensor]
+    share: float
 
 
-class _Run(NamedTuple):
+@dataclass
+class _Run:
     """The options of a fit that are the same for all starts."""
 
     model: Any
-    data: Tensor | Sequences
+    data: Any
     conditions: dict[str, Any]
+    weights: Tensor | None
     method: str
     batch_size: int | None
     step: float | Callable[[int], float] | None
@@ -194,40 +231,63 @@ class _Run(NamedTuple):
         """Whether the parameters change after each batch."""
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
 
-    @property
-    def values(self) -> Tensor:
-        """The tensor of the data."""
-        return self.data.data if isinstance(self.data, Sequences) else self.data
-
-    def batches(self) -> Iterator[Callable[[], Tensor]]:
-        """A function for each batch that computes its log-likelihood."""
+    def batches(self) -> Iterator[_Batch]:
+        """All data, in batches."""
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
-            yield partial(self.total, self.data, self.conditions)
+            yield _Batch(partial(self._total, self.data, self.conditions, self.weights), 1.0)
             return
         order = torch.arange(n)
         if self.moving:
             where = "cpu" if self.generator is None else self.generator.device
             order = torch.randperm(n, generator=self.generator, device=where)
-        for rows in order.to(self.values.device).split(size):
+        for rows in order.to(self.data.data.device).split(size):
             conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
-            yield partial(self.total, self.data[rows], conditions)
+            weights = None if self.weights is None else self.weights[rows]
+            yield _Batch(partial(self._total, self.data[rows], conditions, weights), len(rows) / n)
 
-    def total(self, data: Tensor | Sequences, conditions: dict[str, Any]) -> Tensor:
-        """The log-likelihood of a batch, in float64."""
-        log_likelihoods: Tensor = self.model.log_prob(data, **conditions)
-        return log_likelihoods.double().sum()
+    def _total(self, data: Any, conditions: dict[str, Any], weights: Tensor | None) -> Tensor:
+        log_likelihoods: Tensor = self.model.log_prob(data, **conditions).double()
+        if weights is not None:  # a weight of 0 excludes impossible sequences, too
+            log_likelihoods = torch.where(weights > 0, log_likelihoods, 0.0) * weights
+        return log_likelihoods.sum()
+
+    def draw(self, restarts: int | None) -> None:
+        """Draw the parameters of a start, with None those that nobody has set."""
+        if restarts == 0:
+            return
+        with untrained(set_parameters(self.model) if restarts is None else ()):
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                return
+            if hasattr(self.model, "initialize"):
+                self.model.initialize(self.data, generator=self.generator, **self.conditions)
+            elif restarts is not None:
+                reset_parameters(self.model, self.generator)
+
+    def num_observations(self) -> float:
+        """The weighted number of observations."""
+        of_model = getattr(self.model, "num_observations", None)
+        numbers = torch.ones(len(self.data)) if of_model is None else of_model(self.data, **self.conditions)
+        return float((numbers if self.weights is None else numbers.to(self.weights) * self.weights).sum())
 
     def check(self) -> None:
         """Check the data and the options, and that they go together."""
         check_choice("method", self.method, ("em", "gradient"))
-        check_is_tensor("data", self.values)
-        check_has_values("data", self.values)
-        if not self.values.dim():
+        values = getattr(self.data, "data", self.data)  # of a tensor, too
+        check_is_tensor("data", values)
+        check_has_values("data", values)
+        if not values.dim():
             raise ValueError("data: expected shape [n, ...], got []")
         if not len(self.data):
             raise ValueError("data: expected at least one sequence, got none")
+        if self.weights is not None:
+            check_is_tensor("weights", self.weights)
+            if self.weights.shape != (len(self.data),):
+                raise ValueError(f"weights: expected shape [{len(self.data)}], got {list(self.weights.shape)}")
+            self.weights = self.weights.to(values.device, torch.float64)
+            if not bool((self.weights >= 0).all() and self.weights.isfinite().all() and (self.weights > 0).any()):
+                raise ValueError("weights: expected finite numbers from 0 on, not all 0")
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size)
             for name, value in self.conditions.items():
@@ -242,8 +302,8 @@ class _Run(NamedTuple):
         if self.method == "em":
             if self.optimizer is not None:
                 raise ValueError("optimizer: expected None with method 'em'")
-            closed = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
-            if names := [name for name, parameter in trained.items() if id(parameter) not in closed]:
+            of_parts = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
+            if names := [name for name, parameter in trained.items() if id(parameter) not in of_parts]:
                 expected = "'gradient' for parameters without a maximum in closed form"
                 raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")
             return
@@ -260,38 +320,73 @@ def _divided(condition: object) -> bool:
     return isinstance(condition, Tensor) and condition.dim() > 0
 
 
+def _num_parameters(model: torch.nn.Module) -> int:
+    """Free trained parameters: `num_parameters()` of the modules that have it, of their own parameters."""
+    total = 0
+    for part in model.modules():
+        trained = [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]
+        of_part = getattr(part, "num_parameters", lambda trained=trained: sum(p.numel() for p in trained))
+        total += of_part() if trained else 0
+    return total
+
+
 def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
-    advance = _em(run) if run.method == "em" else _gradient(run)
     history: list[float] = []
     converged = False
-    for _ in iterations:
-        batches = run.batches()
-        parts = ([batch] for batch in batches) if run.moving else [batches]
-        history.append(_finite(sum((advance(part) for part in parts), torch.zeros(()))))
-        if not run.moving and len(history) > 1 and history[-1] - history[-2] < tolerance:
-            converged = True
-            break
+    with (_em if run.method == "em" else _gradient)(run) as advance:
+        for _ in iterations:
+            batches = run.batches()
+            groups: Iterable[list[_Batch]] = ([batch] for batch in batches) if run.moving else [list(batches)]
+            history.append(_finite(sum(map(advance, groups))))
+            if not run.moving and _has_converged(history, tolerance):
+                converged = True
+                break
     with torch.no_grad():
-        history.append(_finite(sum((batch() for batch in run.batches()), torch.zeros(()))))
-    return Fit(history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
+        log_likelihood = _finite(sum(batch.log_likelihood() for batch in run.batches()))
+        history.append(_finite(log_likelihood + log_prior(run.model)))
+    return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
 
-Advance = Callable[[Iterable[Callable[[], Tensor]]], Tensor]
+def _has_converged(history: list[float], tolerance: float) -> bool:
+    """Whether the gains of further iterations, if they fall like the last two, add up to less than the tolerance."""
+    gains = [after - before for before, after in pairwise(history[-3:])]
+    if not gains or tolerance < 0 or gains[-1] <= 0:
+        return bool(gains) and tolerance >= 0
+    if len(gains) < 2 or gains[1] >= min(tolerance, gains[0]):
+        return False
+    ratio = gains[1] / gains[0]
+    return gains[1] * ratio / (1 - ratio) < tolerance
 
 
-def _em(run: _Run) -> Advance:
-    """A function that does a step of EM for some batches and returns their log-likelihood before it."""
+Advance = Callable[[list[_Batch]], Tensor]
+
+
+@contextmanager
+def _em(run: _Run) -> Iterator[Advance]:
+    """A function that does a step of EM for some batches and returns their log-posterior before it."""
     numbers = count()
 
-    def advance(batches: Iterable[Callable[[], Tensor]]) -> Tensor:
+    def advance(batches: list[_Batch]) -> Tensor:
         step = run.step(next(numbers)) if callable(run.step) else run.step
-        return em_step(run.model, batches, 1.0 if step is None else step)
+        share = batches[0].share if run.moving else 1.0  # of the priors that a mini-batch has to balance
+        with torch.no_grad():
+            before = log_prior(run.model)
+        functions = (partial(_over, batch.log_likelihood, share) for batch in batches)
+        total = em_update(calls, functions, 1.0 if step is None else check_step(step))
+        result: Tensor = (total + before) * share
+        return result
 
-    return advance
+    with recorded_calls(run.model) as calls:
+        yield advance
 
 
-def _gradient(run: _Run) -> Advance:
-    """A function that does a step of the optimizer for one batch and returns its log-likelihood before it."""
+def _over(function: Callable[[], Tensor], divisor: float) -> Tensor:
+    return function() / divisor
+
+
+@contextmanager
+def _gradient(run: _Run) -> Iterator[Advance]:
+    """A function that does a step of the optimizer for one batch and returns its log-posterior before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
     optimizer: Any = (run.optimizer or (adam if run.moving else lbfgs))(parameters)
@@ -300,23 +395,25 @@ def _gradient(run: _Run) -> Advance:
     # the loss is a mean over sequences, so that a learning rate suits any number of them
     scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
-    def advance(batches: Iterable[Callable[[], Tensor]]) -> Tensor:
+    def advance(batches: list[_Batch]) -> Tensor:
         (batch,) = batches
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = -batch() * scale
+            with torch.enable_grad():
+                loss: Tensor = -(batch.log_likelihood() + batch.share * log_prior(run.model)) * scale
             loss.backward()
             return loss
 
         loss: Tensor = optimizer.step(closure)
-        return -loss.detach() / scale
+        log_posterior: Tensor = -loss.detach() / scale
+        return log_posterior
 
-    return advance
+    yield advance
 
 
-def _finite(total: Tensor) -> float:
-    value = total.item()
-    if not -float("inf") < value < float("inf"):
-        raise DegenerateError(f"data: expected a finite log-likelihood, got {value}: see `log_prob` of each sequence")
+def _finite(total: Any) -> float:
+    value = float(total)
+    if not math.isfinite(value):
+        raise ValueError(f"data: expected a finite log-likelihood, got {value}: see `log_prob` of each sequence")
     return value

@@ -6,11 +6,11 @@ from torch import Tensor
 from ..arguments import has_values
 from ..transitions import LINEAR, LOG, Semiring
 from .checks import check_count
-from .parameters import arithmetic, broadcast
+from .parameters import DrawnModule, arithmetic, broadcast
 from .priors import Dirichlet
 
 
-class LogWeights(torch.nn.Module):
+class LogWeights(DrawnModule):
     r"""`log_softmax(logits)`: logarithms of probabilities that sum to 1 along an axis.
 
     Args:
@@ -117,6 +117,7 @@ class LogWeights(torch.nn.Module):
         Weights without values wait for `reset_parameters`.
         """
         self.logits = torch.nn.Parameter(torch.zeros_like(weights, memory_format=torch.contiguous_format))
+        self._draw = None
         if not has_values(weights):
             return
         weights = weights.double()
@@ -159,6 +160,11 @@ class LogWeights(torch.nn.Module):
         shares, before = counts / total, self.normalized(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self._store(shares)
+
+    def num_parameters(self) -> int:
+        """The number of weights that are not 0, less one for each sum."""
+        possible = (self().detach() > -torch.inf).double()
+        return round(float((possible - possible / self.totals(possible)).sum()))
 
     def _store(self, probabilities: Tensor) -> None:
         """Set the weights to probabilities that sum to 1."""

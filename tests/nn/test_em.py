@@ -22,6 +22,7 @@ from logchain.nn import (
     Poisson,
     Product,
     em_step,
+    fit,
 )
 from tests.adapted import normal
 from tests.nn.emissions import CLOSED, COUNTS, FAMILIES
@@ -184,6 +185,16 @@ def test_parts_that_are_not_trained_stay():
     before = model.shares().clone()
     step(model, data, observed)
     assert torch.equal(model.shares(), before)
+    # one parameter of a layer is not trained
+    model.layer = Gaussian((3, 2)).double()
+    model.layer.means.requires_grad_(False)
+    means, scales = model.layer.means.clone(), model.layer.log_scales.clone()
+    step(model, data.double(), observed)
+    assert torch.equal(model.layer.means, means) and not torch.equal(model.layer.log_scales, scales)
+    scales = model.layer.log_scales.clone()
+    fit(model, data.double(), method="gradient", max_iterations=1, restarts=0, tolerance=-torch.inf)
+    assert torch.equal(model.layer.means, means) and torch.equal(model.shares(), before)
+    assert not torch.equal(model.layer.log_scales, scales)
 
 
 @pytest.mark.parametrize("prior", [None, NormalInverseWishart(0.5, 3.0, 1.0, 2.0)])

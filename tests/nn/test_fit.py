@@ -1,6 +1,7 @@
-"""`fit`: starts, batches, mini-batches and gradients; data on which a likelihood has no maximum."""
+"""`fit`: starts, priors, batches, mini-batches and gradients; data on which a likelihood has no maximum."""
 
 import copy
+import pickle
 import warnings
 from functools import partial
 
@@ -12,17 +13,20 @@ from logchain.nn import (
     HMM,
     Categorical,
     ChainCircuit,
-    DegenerateError,
-    DegenerateWarning,
+    ConvergenceWarning,
     Gaussian,
     LogWeights,
     NormalInverseWishart,
     fit,
+    standard_errors,
 )
 from tests.nn.hmms import F64, MODELS, V, array, categories, close, network, random_hmm, trained
 from tests.seeded import seeded
 
 COVARIANCES = {"diag": {}} | {kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")}
+
+
+ENDLESS = {"tolerance": -torch.inf}
 
 
 def normal(kind, *shape, seed=0, dtype=F64):
@@ -36,7 +40,7 @@ def fitted(model, data, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = model.fit(data, **options)
-    return report, [str(warning.message) for warning in caught if warning.category is DegenerateWarning]
+    return report, [str(warning.message) for warning in caught if warning.category is ConvergenceWarning]
 
 
 def test_em_step_takes_expected_counts_of_the_enumeration_whatever_the_batches():
@@ -46,7 +50,7 @@ def test_em_step_takes_expected_counts_of_the_enumeration_whatever_the_batches()
     seen = np.stack([truth.states[((data == k) & observed).numpy()].sum(0) for k in range(4)])  # (K, c)
     for batch_size in (None, 2):
         model = copy.deepcopy(hmm)
-        report = model.fit(data, observed=observed, max_iterations=1, restarts=0, batch_size=batch_size)
+        report = model.fit(data, observed=observed, max_iterations=1, restarts=0, batch_size=batch_size, **ENDLESS)
         assert report.history[0] == pytest.approx(truth.log_norm.sum(), abs=1e-10)
         close(model.initial().exp(), starts / starts.sum())
         close(model.transition().exp()[0], moves / moves.sum(-1, keepdims=True))
@@ -127,12 +131,12 @@ def test_mini_batches_raise_the_likelihood(options):
 )
 def test_best_of_several_starts_is_kept_and_seeds_repeat(make):
     model, data = make(), categories(20, 8)
-    report = model.fit(data, restarts=4, max_iterations=10, generator=seeded())
+    report = model.fit(data, restarts=4, max_iterations=10, generator=seeded(), **ENDLESS)
     assert len(report.starts) == 4 and len(set(report.starts)) == 4
     assert report.log_likelihood == max(report.starts)
     assert model.log_prob(data).sum().item() == pytest.approx(max(report.starts), abs=1e-10)
     assert "best of 4 starts" in str(report)
-    assert make(seed=9).fit(data, restarts=4, max_iterations=10, generator=seeded()) == report
+    assert make(seed=9).fit(data, restarts=4, max_iterations=10, generator=seeded(), **ENDLESS) == report
     first, again, other = (make(seed=seed).log_prob(data) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
@@ -149,8 +153,8 @@ def test_fit_takes_any_module_with_a_log_prob():
     data = (torch.rand(50, 5, generator=seeded()) < torch.tensor([0.9, 0.2])[torch.arange(50) % 2, None]).long()
     report = fit(Mixture().double(), data, tolerance=1e-8)
     assert report.converged and report.log_likelihood > report.history[0]
-    with pytest.raises(TypeError, match="restarts: expected 0 for Mixture, which has no `initialize`"):
-        fit(Mixture(), data, restarts=2)
+    report = fit(Mixture().double(), data, restarts=3, generator=seeded())
+    assert len(set(report.starts)) == 3
     with pytest.raises(ValueError, match="observed: expected 50 along the first axis, .* got 3"):
         fit(Mixture(), data, conditions={"observed": torch.ones(3)}, batch_size=10)
     with pytest.raises(ValueError, match="data: expected at least one sequence"):
@@ -164,28 +168,28 @@ def test_progress_is_shown_without_gradients_outside(capsys):
     assert report.iterations > 2 and "iterations" in capsys.readouterr().err
 
 
-def test_degenerate_starts_are_skipped():
+def test_failed_starts_are_skipped():
     """Of four states for twenty numbers; none with a prior."""
     hmm, data = HMM(4, "gaussian", generator=seeded(9)), normal("diag", 20, seed=9, dtype=torch.float32)
-    options = {"restarts": 3, "max_iterations": 100}
+    options = {"restarts": 3, "tolerance": -torch.inf}
     report, messages = fitted(hmm, data, generator=seeded(9), **options)
-    assert report.set_aside and report.set_aside + len(report.starts) == 3
+    assert report.num_failed and report.num_failed + len(report.starts) == 3
     assert report.log_likelihood == max(report.starts)
     assert hmm.log_prob(data).item() == pytest.approx(report.log_likelihood, abs=1e-3), "the best is kept"
     (message,) = messages
-    assert message.count("got 0 for unit [") == report.set_aside
+    assert message.count("got 0 for unit [") == report.num_failed
     for dtype in (torch.bfloat16, torch.float32, F64):
         model = HMM(4, Gaussian(4, prior=NormalInverseWishart(0.01, -2.0))).to(dtype)
         assert fitted(model, data.to(dtype), generator=seeded(9), **options)[1] == []
 
 
-def test_first_error_is_raised_where_every_start_is_degenerate():
+def test_first_error_is_raised_where_every_start_fails():
     data = torch.tensor([0.0, 1.0, 5.0])
     hmm = HMM(5, "gaussian", generator=seeded())
-    with pytest.raises(DegenerateError, match=r"got 0 for unit \[\d\], .* prior=.* 1 of 4, all"):
+    with pytest.raises(ValueError, match=r"got 0 for unit \[\d\], .* prior=.* 1 of 4, all"):
         hmm.fit(data, restarts=4, generator=seeded())
     with pytest.raises(ValueError, match=r"got 0 for unit \[\d\].*fewer units$"):
-        hmm.fit(data, generator=seeded())
+        hmm.fit(data, restarts=1, generator=seeded())
 
 
 @pytest.mark.parametrize("kind", COVARIANCES)
@@ -195,7 +199,7 @@ def test_constant_and_missing_data_are_fitted_with_a_prior(kind):
         HMM(2, Gaussian(2, **COVARIANCES[kind])).fit(data, restarts=3)
     hmm = HMM(2, Gaussian(2, prior=NormalInverseWishart(0.9, 3.0), **COVARIANCES[kind]))
     report = hmm.fit(data, restarts=3, generator=seeded())
-    assert report.set_aside == 0 and hmm.emission.covariances.isfinite().all()
+    assert report.num_failed == 0 and hmm.emission.covariances.isfinite().all()
     data = normal(kind, 40)
     data[5:15] = torch.nan
     if kind == "spherical":
@@ -218,16 +222,249 @@ def test_data_whose_squares_float32_cannot_hold_are_fitted(kind, scale):
 def test_starts_whose_gradients_overflow_are_skipped():
     leaps = iter([1e20, 1e-3, 1e-3])
     hmm, data = HMM(2, "gaussian", generator=seeded()), normal("diag", 60, dtype=torch.float32)
-    options = {"method": "gradient", "max_iterations": 3, "generator": seeded()}
+    options = {"method": "gradient", "max_iterations": 3, "generator": seeded(), **ENDLESS}
     report, messages = fitted(hmm, data, restarts=3, optimizer=lambda p: torch.optim.SGD(p, lr=next(leaps)), **options)
-    assert report.set_aside == 1 and "start 1: data: expected a finite log-likelihood, got" in messages[0]
-    with pytest.raises(DegenerateError, match="expected a finite log-likelihood"):
+    assert report.num_failed == 1 and "start 1: data: expected a finite log-likelihood, got" in messages[0]
+    with pytest.raises(ValueError, match="expected a finite log-likelihood"):
         hmm.fit(data, optimizer=lambda p: torch.optim.SGD(p, lr=1e20), **options)
 
 
-def test_other_errors_end_the_fit_at_the_first_start():
-    hmm, calls = random_hmm(network()), []
-    hmm.emission.register_forward_pre_hook(lambda *_: calls.append(None))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        hmm.fit(torch.zeros(3, 4, 5, dtype=F64), method="gradient", restarts=5)
-    assert len(calls) == 1
+def test_other_errors_of_all_starts_are_raised_with_their_number():
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied.* 1 of 5, all of which failed"):
+        random_hmm(network()).fit(torch.zeros(3, 4, 5, dtype=F64), method="gradient", restarts=5)
+
+
+class Counted(LogWeights):
+    """Log-weights with a Dirichlet prior, in the terms of the protocol."""
+
+    def __init__(self, *shape, counts):
+        self.counts = counts
+        super().__init__(*shape)
+
+    def log_prior(self):
+        return (self.counts * self().double()).sum()
+
+    def maximize(self, statistics, step=1.0):
+        super().maximize(statistics + self.counts, step)
+
+
+def blocks(length, size, of=1.0):
+    """Numbers [1, length] that alternate between two means after `size` steps."""
+    draw = np.random.default_rng(0)
+    return torch.tensor(draw.normal((np.arange(length) // size) % 2 * of, 1.0))[None]
+
+
+def test_fit_with_a_prior_ends_at_the_maximum_of_the_posterior():
+    data = blocks(400, 10)
+    hmm = HMM(2, "gaussian", transition=Counted(1, 2, 2, counts=20.0), generator=seeded()).double()
+    report = hmm.fit(data, restarts=3, generator=seeded())
+    assert report.converged and report.log_posterior == max(report.starts) == report.history[-1]
+    expected = hmm.log_prob(data).sum() + 20 * hmm.transition().sum()
+    assert report.log_posterior == pytest.approx(expected.item(), abs=1e-9)
+    assert report.log_likelihood == pytest.approx(hmm.log_prob(data).item(), abs=1e-9)
+    more = hmm.fit(data, restarts=0, max_iterations=1000, **ENDLESS)
+    assert (np.diff(more.history) > -1e-9).all() and more.log_posterior - report.log_posterior < 0.05
+    by_gradient = hmm.fit(data, method="gradient", restarts=0)
+    assert abs(by_gradient.log_posterior - more.log_posterior) < 1e-4
+
+
+def test_fit_ends_within_its_tolerance_of_the_maximum_where_gains_fall_slowly():
+    hmm, data = HMM(2, "gaussian", generator=seeded()).double(), blocks(400, 10)
+    report = hmm.fit(data, generator=seeded(1))
+    more = hmm.fit(data, restarts=0, max_iterations=500, **ENDLESS)
+    assert report.converged and 0 <= more.log_likelihood - report.log_likelihood < 0.01
+
+
+@pytest.mark.parametrize("method", ["em", "gradient"])
+def test_priors_count_once_in_mini_batches(method):
+    data = torch.tensor([0, 1]).repeat(200, 1)[:, :1]
+    hmm = HMM(1, Categorical(1, 2, generator=seeded())).double()
+    hmm.emission.weights = Counted(2, 1, counts=torch.tensor([[100.0], [300.0]], dtype=F64)).double()
+    hmm.emission.weights.dim = -2
+    options = {"step": 0.2} if method == "em" else {"optimizer": partial(torch.optim.SGD, lr=0.3)}
+    report = hmm.fit(data, method=method, batch_size=20, max_iterations=30, restarts=0, generator=seeded(), **options)
+    torch.testing.assert_close(hmm.emission.weights().exp().flatten().detach(), torch.tensor([0.5, 0.5]).double())
+    assert report.iterations == 30
+
+
+def test_strong_prior_of_means_counts_under_gradients():
+    class Near(Gaussian):
+        def log_prior(self):
+            return -1e6 * self.means.double().square().sum()
+
+    hmm = HMM(2, Near(2, generator=seeded()), generator=seeded()).double()
+    hmm.fit(blocks(300, 30, of=2.0), method="gradient", generator=seeded(1))
+    assert hmm.emission.means.abs().max() < 1e-3
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, **parameters):
+        super().__init__()
+        self.inner = Gaussian(2, generator=seeded())
+        for name, value in parameters.items():
+            self.register_parameter(name, torch.nn.Parameter(value))
+
+    def forward(self, data):
+        return self.inner(data)
+
+
+def test_restarts_draw_the_modules_of_users_or_refuse():
+    data = blocks(100, 10, of=4.0)
+    hmm = HMM(2, Wrapped(), generator=seeded()).double()
+    report = hmm.fit(data, restarts=4, generator=seeded(), max_iterations=3, **ENDLESS)
+    assert len(set(report.starts)) == 4
+    same = HMM(2, Wrapped()).double().fit(data, restarts=4, generator=seeded(), max_iterations=3, **ENDLESS)
+    assert same.starts == report.starts
+    mixed = HMM(2, Wrapped(offset=torch.zeros(()))).double()
+    with pytest.raises(ValueError, match="restarts: expected `reset_parameters` of HMM.emission, which has offset"):
+        mixed.fit(data, method="gradient", restarts=1)
+    mixed.emission.offset.requires_grad_(False)
+    mixed.fit(data, restarts=1, generator=seeded())
+    linear = random_hmm(network())
+    before = linear.emission[0].weight.detach().clone()
+    linear.initialize(normal("full", 3, 4), generator=seeded())
+    assert not torch.equal(linear.emission[0].weight, before)
+
+
+def test_stationary_starts_that_fail_are_skipped():
+    data, failed = blocks(300, 30, of=2.0), 0
+    for seed in range(4):
+        hmm = HMM(2, "gaussian", initial="stationary", generator=seeded(seed)).double()
+        hmm.emission.register_forward_pre_hook(fail_at({1}))
+        report, _ = fitted(hmm, data, method="gradient", restarts=4, generator=seeded(seed))
+        failed += report.num_failed
+    assert failed >= 4
+
+
+def fail_at(calls):
+    """A hook that raises an error of linear algebra at some calls."""
+    numbers = iter(range(10**9))
+
+    def hook(*_):
+        if next(numbers) in calls:
+            raise torch.linalg.LinAlgError("the input is singular")
+
+    return hook
+
+
+@pytest.mark.parametrize("name", ["means", "log_scales"])
+def test_one_frozen_parameter_stays_and_others_are_fitted(name):
+    hmm = HMM(2, "gaussian", generator=seeded())
+    parameters = dict(hmm.emission.named_parameters())
+    parameters[name].requires_grad_(False)
+    before = {key: value.detach().clone() for key, value in parameters.items()}
+    hmm.fit(blocks(100, 10, of=4.0).float(), generator=seeded(), max_iterations=9, **ENDLESS)
+    assert [key for key, value in parameters.items() if torch.equal(value, before[key])] == [name]
+
+
+@pytest.mark.parametrize("change", ["none", "copy", "dtype", "set", "load", "optimizer", "fit"])
+def test_parameters_that_nobody_set_are_initialized_from_the_data(change):
+    data = blocks(50, 5) + 1e4
+    hmm = HMM(2, "gaussian", generator=seeded()).double()
+    if change == "copy":
+        hmm = pickle.loads(pickle.dumps(copy.deepcopy(hmm)))
+    elif change == "dtype":
+        hmm = hmm.float()
+    elif change == "set":
+        hmm.emission.set(torch.tensor([0.0, 1.0]), torch.tensor(1e8))
+    elif change == "load":
+        hmm.load_state_dict(HMM(2, "gaussian", generator=seeded(1)).state_dict())
+    elif change == "optimizer":
+        hmm.log_prob(data).sum().backward()
+        torch.optim.SGD(hmm.parameters(), lr=1e-9).step()
+    elif change == "fit":
+        hmm.fit(data, max_iterations=1, restarts=0, **ENDLESS)
+        hmm.emission.means.data.zero_()
+    model = copy.deepcopy(hmm)
+    start = model.fit(data, max_iterations=0, generator=seeded(5))
+    unset = change in ("none", "copy", "dtype")
+    assert (model.emission.means > 9e3).all() == unset
+    assert unset or torch.equal(model.emission.means, hmm.emission.means)
+    same = start.log_likelihood == pytest.approx(hmm.log_prob(data).sum().item(), abs=1e-9)
+    assert same == (change in ("load", "optimizer", "fit"))
+
+
+def test_weights_count_as_repeated_sequences():
+    data, weights = categories(6, V), torch.tensor([2, 0, 1, 3, 1, 0])
+    repeated = data.repeat_interleave(weights, 0)
+    for options in ({"batch_size": 4}, {"method": "gradient"}, {"batch_size": 4, "method": "gradient"}):
+        hmms = [random_hmm() for _ in range(2)]
+        reports = [
+            hmm.fit(rows, weights=weight, max_iterations=2, restarts=0, generator=seeded(), **options, **ENDLESS)
+            for hmm, rows, weight in zip(hmms, (data, repeated), (weights, None), strict=True)
+        ]
+        assert reports[0].history[0] == pytest.approx(reports[1].history[0]) or "method" in options
+        assert reports[0].num_observations == reports[1].num_observations == 7 * V
+        if "method" not in options:
+            close(hmms[0].emission.weights(), array(hmms[1].emission.weights()))
+    hmm = random_hmm()
+    hmm.emission.weights.set(torch.tensor([[0.0], [1.0], [1.0], [1.0]]) / 3)
+    impossible = torch.tensor([[0, 0], [1, 2]])
+    assert hmm.fit(impossible, weights=torch.tensor([0.0, 1.0]), restarts=0).converged
+    with pytest.raises(ValueError, match=r"weights: expected shape \[6\], got \[2\]"):
+        hmm.fit(data, weights=torch.ones(2))
+    with pytest.raises(ValueError, match="weights: expected finite numbers from 0 on"):
+        hmm.fit(data, weights=-weights)
+
+
+def test_fit_that_does_not_converge_warns_and_counts_free_parameters():
+    data = torch.tensor([[0.0, 1.0, torch.nan, 5.0, 4.5]])
+    hmm = HMM(2, Gaussian((2,), generator=seeded()), generator=seeded()).double()
+    with pytest.warns(ConvergenceWarning, match="the last of 1 iterations gained .* pass a larger max_iterations"):
+        report = hmm.fit(data, max_iterations=1, generator=seeded())
+    assert not report.converged and (report.num_parameters, report.num_observations) == (1 + 2 + 4, 4)
+    hmm.transition.set(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    hmm.emission.means.requires_grad_(False)
+    report = hmm.fit(data, max_iterations=0, restarts=0)
+    assert report.num_parameters == 1 + 1 + 2
+    assert report.aic == 8 - 2 * report.log_likelihood
+    assert report.bic == pytest.approx(4 * np.log(4) - 2 * report.log_likelihood)
+
+
+def test_standard_errors_equal_closed_forms():
+    data = blocks(50, 5).flatten()[:, None]
+    hmm = HMM(1, "gaussian").double()
+    hmm.fit(data)
+    found = standard_errors(hmm, data)
+    scale = data.std(correction=0).item()
+    close(found["emission.means"], [scale / 50**0.5])
+    close(found["emission.log_scales"], [1 / 100**0.5])
+    counts = torch.tensor([5, 0, 10, 35])
+    coins = HMM(1, Categorical(1, 4)).double()
+    draws = torch.arange(4).repeat_interleave(counts)[:, None]
+    coins.fit(draws)
+    found = standard_errors(coins, draws, lambda hmm: {"p": hmm.emission.weights().exp()})["p"].flatten()
+    shares = counts.double() / 50
+    close(found[counts > 0], (shares * (1 - shares) / 50).sqrt()[counts > 0])
+    found = standard_errors(coins, draws)["emission.weights.logits"].flatten()
+    of_others = np.array([[2, -1, -1], [-1, 2, -1], [-1, -1, 2]]) / 3  # of each logit less their mean
+    close(found[counts > 0], np.sqrt(np.square(of_others) @ (1 / counts[counts > 0].double()).numpy()))
+    assert found[1] == torch.inf
+    hidden = HMM(2, "gaussian", generator=seeded()).double()
+    with pytest.raises(ValueError, match="model: expected a maximum"):
+        standard_errors(hidden, data.mT)
+
+
+def test_standard_errors_of_hidden_states_equal_finite_differences():
+    hmm, data = HMM(2, "gaussian", generator=seeded()).double(), blocks(200, 20, of=3.0)
+    hmm.initial.requires_grad_(False)
+    hmm.fit(data, restarts=3, generator=seeded(), tolerance=1e-12, max_iterations=1000)
+    found = standard_errors(hmm, data, lambda hmm: hmm.emission.means)
+    free = hmm.transition.weights[0].logits[0, :, 0], hmm.emission.means, hmm.emission.log_scales
+
+    def slope():
+        grads = torch.autograd.grad(hmm.log_prob(data).sum(), [hmm.transition.weights[0].logits, *free[1:]])
+        return torch.cat([grads[0][0, :, 0], *grads[1:]])
+
+    rows = []
+    for part in free:
+        for i in range(2):
+            sides = []
+            for size in (1e-5, -1e-5):
+                with torch.no_grad():
+                    part[i] += size
+                sides.append(slope())
+                with torch.no_grad():
+                    part[i] -= size
+            rows.append((sides[0] - sides[1]) / 2e-5)
+    close(found, (-torch.stack(rows)).inverse().diagonal()[2:4].sqrt(), atol=1e-7)

@@ -11,11 +11,11 @@ from ...tensors import is_readable
 from ..checks import check_count, check_mask
 from ..em import em_step
 from ..lbfgs import maximize_by_lbfgs
-from ..parameters import arithmetic
+from ..parameters import DrawnModule, arithmetic
 from .starts import cluster_weights
 
 
-class Emission(torch.nn.Module):
+class Emission(DrawnModule):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. The

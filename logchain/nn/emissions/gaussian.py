@@ -11,7 +11,6 @@ from torch.distributions.constraints import Constraint
 from ...arguments import check_choice
 from ...tensors import is_readable
 from ..checks import check_count
-from ..degenerate import DegenerateError
 from ..parameters import broadcast
 from ..priors import NormalInverseWishart
 from .emission import Emission
@@ -423,10 +422,16 @@ class Gaussian(Emission):
         which = f"unit {unit}{feature}"
         if self.covariance == "tied":
             which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
-        raise DegenerateError(
+        raise ValueError(
             f"maximize: expected positive variances, got 0 for {which}, on too few observations: pass "
             "prior=NormalInverseWishart(scale, dof) to the Gaussian, or have fewer units"
         )
+
+    def num_parameters(self) -> int:
+        """The number of trained means, and of trained variances or entries of covariances' lower triangles."""
+        spread = self.factors if self.has_matrices else self.log_scales
+        entries = torch.ones_like(spread).tril().sum() if self.has_matrices else spread.numel()
+        return self.means.requires_grad * self.means.numel() + spread.requires_grad * int(entries)
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
