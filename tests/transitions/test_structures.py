@@ -86,7 +86,7 @@ def test_values_of_bands_without_a_source_are_ignored():
 
 ones = torch.ones
 WRONG = {
-    "values: expected a torch.Tensor, got list": lambda: transitions.Banded([[1.0]], [0]),
+    "values: expected a torch.Tensor, got list; pass torch.tensor(values)": lambda: transitions.Banded([[1.0]], [0]),
     "values: expected at least 2 axes, got shape [3]": lambda: transitions.Banded(ones(3), [0]),
     "offsets: expected one for each of 2 bands of values, got 1": lambda: transitions.Banded(ones(2, 3), [0]),
     "offsets: expected different integers from -2 to 2, got [0, 3]": lambda: transitions.Banded(ones(2, 3), [0, 3]),
