@@ -459,7 +459,7 @@ MUTANTS = [
            "            pass\n", "tests/nn/test_fit.py -k one_frozen"),
     Mutant("constants of logits have errors", "logchain/nn/standard_errors.py", "(gauges if of is None",
            "(0 if of is None", "tests/nn/test_fit.py -k errors_equal_closed"),
-    Mutant("stationary by the transposed matrix", "logchain/nn/stationary.py", "remaining[..., :k, k] / leaving",
+    Mutant("stationary by the transposed matrix", "logchain/nn/hmm_steps.py", "remaining[..., :k, k] / leaving",
            "remaining[..., k, :k] / leaving", "tests/nn/test_hmm.py -k 'likelihoods and stationary'"),
     Mutant("sums over all arcs", "logchain/nn/log_weights.py",
            "return self._sums(LINEAR, weights)", "return weights.sum(-1, keepdim=True)",

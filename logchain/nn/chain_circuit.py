@@ -156,13 +156,6 @@ class ChainCircuit(ChainModel):
         Raises:
             TypeError: the variables have infinitely many values.
             ValueError: the data are impossible.
-
-        >>> circuit = ChainCircuit(2, 2, emission="bernoulli")
-        >>> circuit.emission.set(torch.tensor([0.0, 1.0]))  # the state is the value
-        >>> circuit.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-        >>> circuit.conditionals(torch.tensor([1.0, torch.nan]))
-        tensor([[0.0000, 1.0000],
-                [0.2000, 0.8000]])
         """
         sequences = self._sequences(data, observed, lengths)
         probabilities = self._expectations(sequences, self.emission.log_probabilities().exp())
@@ -240,7 +233,7 @@ class ChainCircuit(ChainModel):
             `Sample(states, data)`: int64 `[num_samples, v]`, those of the repetition that was drawn, and
             `[num_samples, v, *event]`.
 
-        >>> ChainCircuit(3, 2, emission="gaussian").sample(5).data.shape
+        >>> ChainCircuit(3, 2).sample(5).data.shape
         torch.Size([5, 3])
         """
         potentials = self.mixing().new_zeros(self.emission.units)

@@ -96,20 +96,13 @@ class ChainModel(torch.nn.Module):
         states: Rows = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of the data.
-
-        >>> from logchain.nn import HMM
-        >>> hmm = HMM(2, "gaussian")
-        >>> hmm.initialize(torch.tensor([1.0, 1.0, 5.0]))
-        >>> hmm.emission.means.detach().sort().values
-        tensor([1., 5.])
-        """
+        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of the data."""
         check_unsharded(self)
         emission = self.emission
         reset_parameters(self, generator, without=emission if isinstance(emission, Emission) else None)
         if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
             sequences = self._sequences(data, observed, lengths, covariates, states)
-            options: dict[str, Any] = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
+            options = emission_options(emission, sequences.covariates)
             with frozen(emission):
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
 
@@ -155,14 +148,11 @@ class ChainModel(torch.nn.Module):
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
         sequences = self._sequences(data, observed, lengths, covariates, states).with_batch()
         if sequences.has_one_step_each and self.num_states > 1:
+            problem = f"data: {len(sequences)} sequences of one step each hold nothing about transitions"
             remedy = (
                 "for one sequence of vectors, pass an emission with their size, such as Gaussian(2, num_features=1)"
             )
-            warn(
-                f"data: {len(sequences)} sequences of one step each hold nothing about transitions; {remedy}, "
-                "and for one of numbers data of shape [v]",
-                stacklevel=2,
-            )
+            warn(f"{problem}; {remedy}, and for one of numbers data of shape [v]", stacklevel=2)
         return fit(
             self,
             sequences,
@@ -226,6 +216,6 @@ def check_module(name: str, value: object, *choices: str | None) -> None:
         raise kind(f"{name}: expected {expected}, got {got}")
 
 
-def takes_covariates(module: torch.nn.Module) -> bool:
-    """Whether a module is called with the keyword `covariates`."""
-    return bool(getattr(module, "takes_covariates", False))
+def emission_options(emission: Emission, covariates: Tensor | None) -> dict[str, Any]:
+    """The keyword `covariates` of the methods of an emission that takes it."""
+    return {"covariates": covariates} if emission.takes_covariates else {}

@@ -14,7 +14,7 @@ from ..marginals import Marginals, marginals
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
-from .chain_model import ChainModel, Sample, check_module, takes_covariates
+from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count
 from .data import Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Emission
@@ -123,9 +123,6 @@ class HMM(ChainModel):
         """The probabilities `[c, c]` of transitions, `[from, to]`, or `[v-1, c, c]` where they differ by steps.
 
         They have no gradients. With `Durations`, they are those with which segments follow each other.
-
-        >>> HMM(1, "poisson").transition_matrix
-        tensor([[1.]])
         """
         logs = self._log_transitions(None)
         if isinstance(logs, Transition):
@@ -299,7 +296,7 @@ class HMM(ChainModel):
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
-        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0]))
+        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0])).round()
         tensor([0., 1., 2.])
         """
         emission = self._known_emission("impute from")
@@ -372,8 +369,8 @@ class HMM(ChainModel):
         if not getattr(self.transition, "right_censored", True) and bool((states < 0).any()):
             expected = "a sum of possible durations, since no segment may go on after the last step"
             raise ValueError(f"num_steps: expected {expected}, got {num_steps}")
-        options: dict[str, Any] = {"covariates": covariates} if takes_covariates(emission) else {}
-        return Sample(states, emission.draw(over(states, states.shape + emission.units[:-1]), generator, **options))
+        units = over(states, states.shape + emission.units[:-1])
+        return Sample(states, emission.draw(units, generator, **emission_options(emission, covariates)))
 
     @torch.no_grad()
     def sort_states(self, by: Tensor | Callable[["HMM"], Tensor]) -> None:
@@ -503,7 +500,7 @@ class HMM(ChainModel):
     ) -> Tensor | Transition:
         """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure."""
         if covariates is not None:
-            if self._is_trained and not takes_covariates(self.emission):
+            if self._is_trained and not getattr(self.emission, "takes_covariates", False):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")
             covariates = into_steps(covariates, batch, v, packed)
         bulk = self._log_transitions(covariates)
