@@ -195,7 +195,7 @@ class ChainCircuit(ChainModel):
     def decode(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Completion:
         """The most probable repetition and states, with the modes of the missing entries.
 
-        It is the maximum of `p(data, repetition, states)` given what is observed. The completion that maximizes
+        It is the maximum of `p(data, repetition, states)` conditional on what is observed. The completion that maximizes
         `p(data)`, in which hidden units are summed out, may be another one, and is hard to find. Modes are those of the
         emission: for continuous variables those of the density, for a `Mixture` approximate.
 
@@ -249,7 +249,7 @@ class ChainCircuit(ChainModel):
         *,
         lengths: Ends = None,
     ) -> Tensor:
-        """Independent, exact draws given the observed variables, which stay as they are; `num_samples` for each of B.
+        """Independent, exact draws conditional on the observed variables, which stay as they are, for each of B.
 
         Returns:
             `[num_samples, *B, v, *event]`.

@@ -96,7 +96,7 @@ class ChainModel(torch.nn.Module):
         states: Rows = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of the data."""
+        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of data."""
         check_unsharded(self)
         emission = self.emission
         reset_parameters(self, generator, without=emission if isinstance(emission, Emission) else None)
@@ -149,10 +149,8 @@ class ChainModel(torch.nn.Module):
         sequences = self._sequences(data, observed, lengths, covariates, states).with_batch()
         if sequences.has_one_step_each and self.num_states > 1:
             problem = f"data: {len(sequences)} sequences of one step each hold nothing about transitions"
-            remedy = (
-                "for one sequence of vectors, pass an emission with their size, such as Gaussian(2, num_features=1)"
-            )
-            warn(f"{problem}; {remedy}, and for one of numbers data of shape [v]", stacklevel=2)
+            remedy = "pass an emission with their size, such as Gaussian(2, num_features=1)"
+            warn(f"{problem}; for one sequence of vectors, {remedy}; of numbers, data of shape [v]", stacklevel=2)
         return fit(
             self,
             sequences,

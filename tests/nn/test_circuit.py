@@ -128,16 +128,16 @@ def test_posteriors_and_best_states_equal_the_reference():
 
 
 def test_missing_variables_are_imputed_by_expectations():
-    """Given one variable, the mean of another is a sum over repetitions and the states of both."""
+    """The mean of a variable conditional on another is a sum over repetitions and the states of both."""
     circuit = make(2, 2, 2, emission=nn.Gaussian((2, 2, 2), 3, generator=seeded())).double()
     data = torch.randn(4, 2, 3, dtype=torch.float64, generator=seeded(1))
     w, first = weights_of(circuit), np.exp(circuit.emission(data[:, None]).detach().numpy())[:, :, 0]
     joint = np.einsum("r,rj,nrj,rjk->nrk", w["mixing"], w["initial"], first, w["transition"][:, 0])
     shares = joint / joint.sum((1, 2), keepdims=True)
     means = np.einsum("nrk,rkd->nd", shares, circuit.emission.means.detach().numpy()[:, 1])
-    found = circuit.impute(data, torch.tensor([True, False]))
-    assert torch.equal(found[:, 0], data[:, 0])
-    np.testing.assert_allclose(found[:, 1], means, atol=1e-12)
+    imputed = circuit.impute(data, torch.tensor([True, False]))
+    assert torch.equal(imputed[:, 0], data[:, 0])
+    np.testing.assert_allclose(imputed[:, 1], means, atol=1e-12)
     bits, observed = make(3, emission="bernoulli"), torch.tensor([True, False, False])
     likely = bits.conditionals(torch.tensor([1.0, 0, 0]), observed).argmax(-1)
     assert torch.equal(bits.impute(torch.tensor([1, 0, 0]), observed), likely)
