@@ -177,7 +177,7 @@ class ChainCircuit(ChainModel):
         >>> circuit = ChainCircuit(2, 2, emission="gaussian")
         >>> circuit.emission.set(torch.tensor([0.0, 10.0]), torch.ones(2))
         >>> circuit.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-        >>> circuit.impute(torch.tensor([10.0, torch.nan]))
+        >>> circuit.impute(torch.tensor([10.0, torch.nan])).round()
         tensor([10.,  8.])
         """
         sequences: Any = self._sequences(data, observed, lengths)
@@ -195,9 +195,9 @@ class ChainCircuit(ChainModel):
     def decode(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Completion:
         """The most probable repetition and states, with the modes of the missing entries.
 
-        It is the maximum of `p(data, repetition, states)` conditional on what is observed. The completion that maximizes
-        `p(data)`, in which hidden units are summed out, may be another one, and is hard to find. Modes are those of the
-        emission: for continuous variables those of the density, for a `Mixture` approximate.
+        It is the maximum of `p(data, repetition, states)` conditional on what is observed. It need not be the most
+        probable completion, the maximum of `p(data)`, which is hard to find. Modes are those of the emission: for
+        continuous variables those of the density, for a `Mixture` approximate.
 
         Returns:
             `Completion(states, score, repetition, data)`.
