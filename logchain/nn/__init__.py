@@ -2,7 +2,7 @@
 
 from .bio import TagConstraints, bio_constraints
 from .chain_circuit import ChainCircuit, Completion
-from .chain_model import ChainModel
+from .chain_model import ChainModel, Sample
 from .durations import Durations
 from .em import em_step
 from .emissions import (
@@ -19,7 +19,7 @@ from .emissions import (
     Product,
 )
 from .fitting import ConvergenceWarning, Fit, fit
-from .hmm import HMM, FilteredStates, Forecast, Sample
+from .hmm import HMM, FilteredStates, Forecast
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights

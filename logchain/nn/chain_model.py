@@ -1,25 +1,89 @@
 """The base class of models of sequences along a chain of hidden states: data, initialization and fits."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 import torch
 from torch import Tensor
 
+from ..chain_arguments import ChainArguments
+from ..product import product
 from .checks import check_unsharded
 from .data import Data, Ends, Rows, Sequences
-from .emissions.emission import Emission
+from .emissions import Bernoulli, Emission, Gaussian, Poisson
 from .fitting import Fit, Optimizer, fit
 from .parameters import frozen, reset_parameters
 
+EMISSIONS: dict[str, Any] = {"gaussian": Gaussian, "poisson": Poisson, "bernoulli": Bernoulli}
+
+
+class Sample(NamedTuple):
+    """Draws of `sample` of a model.
+
+    Attributes:
+        states: paths int64 `[num_samples, *B, v]`.
+        data: `[num_samples, *B, v, *event]`.
+    """
+
+    states: Tensor
+    data: Tensor
+
 
 class ChainModel(torch.nn.Module):
-    """The base class of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states."""
+    """The base class of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states.
+
+    Methods take data, and what belongs to them, as these classes say.
+    """
 
     # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
     stationary = False
-    num_states = 1
+    emission: torch.nn.Module
+
+    def __init__(
+        self, emission: str | torch.nn.Module, units: tuple[int, ...], generator: torch.Generator | None
+    ) -> None:
+        super().__init__()
+        check_module("emission", emission, *EMISSIONS)
+        module = EMISSIONS[emission](units, generator=generator) if isinstance(emission, str) else emission
+        self.emission, self.num_states = module, units[-1]
+
+    def arguments(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> ChainArguments:
+        """The chain of the data, for functions such as `logchain.entropy`.
+
+        Returns:
+            `x` `[*B, v, c]` in nats, `bulk` and `p0` (logarithms if `log_params`), and lengths; of packed sequences `x`
+            `[total, c]` and `cu_seqlens`. With `Durations`, states count steps: state s with r more steps is number
+            `s D + r`. Of a circuit the chains of all repetitions, `x` `[*B, t, v, c]`.
+
+        >>> from logchain import entropy
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "poisson")
+        >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
+        torch.Size([1])
+        """
+        return self._chain_of(data, observed, lengths, covariates, states)[1]
+
+    def log_prob(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Tensor:
+        """`log p(data)` of each sequence, or `log p(data, states)` of the states that are known.
+
+        Returns:
+            `[*B]`, packed `[n]`, in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for
+            impossible data.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
+        torch.Size([2])
+        """
+        return self._log_norm(self._chain_of(data, observed, lengths, covariates, states)[1])
+
+    # wrappers such as DistributedDataParallel call `forward`
+    forward = log_prob
 
     @torch.no_grad()
     def initialize(
@@ -32,20 +96,13 @@ class ChainModel(torch.nn.Module):
         states: Rows = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of the data.
-
-        >>> from logchain.nn import HMM
-        >>> hmm = HMM(2, "gaussian")
-        >>> hmm.initialize(torch.tensor([1.0, 1.0, 5.0]))
-        >>> hmm.emission.means.detach().sort().values
-        tensor([1., 5.])
-        """
+        """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of data."""
         check_unsharded(self)
-        emission = self._emission()
+        emission = self.emission
         reset_parameters(self, generator, without=emission if isinstance(emission, Emission) else None)
         if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
             sequences = self._sequences(data, observed, lengths, covariates, states)
-            options: dict[str, Any] = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
+            options = emission_options(emission, sequences.covariates)
             with frozen(emission):
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
 
@@ -91,14 +148,9 @@ class ChainModel(torch.nn.Module):
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
         sequences = self._sequences(data, observed, lengths, covariates, states).with_batch()
         if sequences.has_one_step_each and self.num_states > 1:
-            remedy = (
-                "for one sequence of vectors, pass an emission with their size, such as Gaussian(2, num_features=1)"
-            )
-            warn(
-                f"data: {len(sequences)} sequences of one step each hold nothing about transitions; {remedy}, "
-                "and for one of numbers data of shape [v]",
-                stacklevel=2,
-            )
+            problem = f"data: {len(sequences)} sequences of one step each hold nothing about transitions"
+            remedy = "pass an emission with their size, such as Gaussian(2, num_features=1)"
+            warn(f"{problem}; for one sequence of vectors, {remedy}; of numbers, data of shape [v]", stacklevel=2)
         return fit(
             self,
             sequences,
@@ -114,8 +166,9 @@ class ChainModel(torch.nn.Module):
             progress=progress,
         )
 
-    def num_observations(self, sequences: Sequences) -> Tensor:
+    def num_observations(self, data: Any, **conditions: Any) -> Tensor:
         """The number of steps of each sequence `[n]` at which something is observed."""
+        sequences = self._sequences(data, **conditions)
         data, known, axes = sequences.data, sequences.known, self._event_axes()
         if axes is None:  # what a module reads of an event is not known
             present = data.new_ones(data.shape[: 2 - bool(sequences.sizes)]) if known is None else known
@@ -126,13 +179,17 @@ class ChainModel(torch.nn.Module):
             return torch.stack([steps.sum() for steps in present.split(sequences.sizes)])
         return present.flatten(1).sum(1)
 
-    def _emission(self) -> torch.nn.Module:
-        """The module of the densities of observations."""
+    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
+        """The checked arguments of a method, and their chain."""
         raise NotImplementedError
+
+    def _log_norm(self, chain: ChainArguments) -> Tensor:
+        """The log-likelihoods of sequences."""
+        return product(**chain._asdict())
 
     def _event_axes(self) -> int | None:
         """Number of axes of the data after that of the steps; None if it is not known."""
-        raise NotImplementedError
+        return len(self.emission.event) if isinstance(self.emission, Emission) else None
 
     def _observations(self, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         """Data and mask as the emission takes them."""
@@ -149,6 +206,14 @@ class ChainModel(torch.nn.Module):
         return Sequences.of(arguments, lengths, self._event_axes(), like)
 
 
-def takes_covariates(module: torch.nn.Module) -> bool:
-    """Whether a module is called with the keyword `covariates`."""
-    return bool(getattr(module, "takes_covariates", False))
+def check_module(name: str, value: object, *choices: str | None) -> None:
+    """Check for a module, or one of the choices."""
+    if not isinstance(value, torch.nn.Module) and value not in choices:
+        kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
+        expected = " or ".join([*map(repr, choices), "a torch.nn.Module"])
+        raise kind(f"{name}: expected {expected}, got {got}")
+
+
+def emission_options(emission: Emission, covariates: Tensor | None) -> dict[str, Any]:
+    """The keyword `covariates` of the methods of an emission that takes it."""
+    return {"covariates": covariates} if emission.takes_covariates else {}

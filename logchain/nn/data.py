@@ -105,9 +105,8 @@ class Sequences:
     @property
     def has_one_step_each(self) -> bool:
         """Whether there are several sequences, of one step each."""
-        if self.sizes is not None:
-            return len(self) > 1 and max(self.sizes) == 1
-        return len(self) > 1 and bool(self.batch_axes) and self.data.shape[self.batch_axes or 0] == 1
+        steps = max(self.sizes) if self.sizes else self.data.shape[self.batch_axes] if self.batch_axes else 0
+        return len(self) > 1 and steps == 1
 
     def __len__(self) -> int:
         return len(self.data if self.sizes is None else self.sizes)

@@ -11,33 +11,18 @@ from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
 from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
-from ..product import product
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
-from .chain_model import ChainModel, takes_covariates
+from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count
 from .data import Data, Ends, Rows, Sequences, as_tensor
-from .emissions import Bernoulli, Emission, Gaussian, Poisson
+from .emissions import Emission
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
 from .transitions import Transitions
-
-_EMISSIONS: dict[str, Any] = {"gaussian": Gaussian, "poisson": Poisson, "bernoulli": Bernoulli}
-
-
-class Sample(NamedTuple):
-    """Draws of `HMM.sample`.
-
-    Attributes:
-        states: paths int64 `[num_samples, *B, v]`.
-        data: `[num_samples, *B, v, *event]`.
-    """
-
-    states: Tensor
-    data: Tensor
 
 
 class FilteredStates(NamedTuple):
@@ -121,26 +106,14 @@ class HMM(ChainModel):
         transition: torch.nn.Module | None = None,
         generator: Generator | None = None,
     ) -> None:
-        super().__init__()
         check_count("num_states", num_states)
-        words = {"emission": tuple(_EMISSIONS), "initial": ("free", "stationary"), "transition": (None,)}
-        for name, value in (
-            ("emission", emission),
-            ("initial", initial),
-            ("transition", transition or torch.nn.Module()),
-        ):
-            if not isinstance(value, torch.nn.Module) and value not in words[name]:
-                kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
-                expected = " or ".join([*map(repr, words[name]), "a torch.nn.Module"])
-                raise kind(f"{name}: expected {expected}, got {got}")
-        self.num_states, self.stationary = num_states, initial == "stationary"
+        super().__init__(emission, (num_states,), generator)
+        check_module("initial", initial, "free", "stationary")
+        check_module("transition", transition, None)
+        self.stationary = initial == "stationary"
         free = LogWeights(num_states, generator=generator) if initial == "free" else None
         self.initial = initial if isinstance(initial, torch.nn.Module) else free
-        if transition is None:
-            transition = Transitions(num_states, generator=generator)
-        self.transition = transition
-        module = _EMISSIONS[emission](num_states, generator=generator) if isinstance(emission, str) else emission
-        self.emission: torch.nn.Module = module
+        self.transition = Transitions(num_states, generator=generator) if transition is None else transition
         units = self.emission.units if isinstance(self.emission, Emission) else (num_states,)
         if units[-1] != num_states or len(units) > 2:
             raise ValueError(f"emission: expected units ({num_states},) or (d, {num_states}), got {units}")
@@ -150,9 +123,6 @@ class HMM(ChainModel):
         """The probabilities `[c, c]` of transitions, `[from, to]`, or `[v-1, c, c]` where they differ by steps.
 
         They have no gradients. With `Durations`, they are those with which segments follow each other.
-
-        >>> HMM(1, "poisson").transition_matrix
-        tensor([[1.]])
         """
         logs = self._log_transitions(None)
         if isinstance(logs, Transition):
@@ -165,41 +135,6 @@ class HMM(ChainModel):
         """The probabilities `[c]` of the first state, without gradients."""
         start = stationary_start(self._log_transitions(None)) if self.initial is None else self.initial().exp()
         return start.detach()
-
-    def arguments(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> ChainArguments:
-        """The chain of the data, for functions such as `logchain.entropy`.
-
-        Returns:
-            `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths;
-            of packed sequences `x` `[total, c]` and `cu_seqlens`. With `Durations`, states count steps: state s with r
-            more steps is number `s D + r`.
-
-        >>> from logchain import entropy
-        >>> hmm = HMM(2, "poisson")
-        >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
-        torch.Size([1])
-        """
-        return self._chain_of(data, observed, lengths, covariates, states)[1]
-
-    def log_prob(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Tensor:
-        """`log p(data)` of each sequence, or `log p(data, states)` of the states that are known.
-
-        Returns:
-            `[*B]`, packed `[n]`, in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for
-            impossible data.
-
-        >>> hmm = HMM(2, "poisson")
-        >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
-        torch.Size([2])
-        """
-        return product(**self._chain_of(data, observed, lengths, covariates, states)[1]._asdict())
-
-    # wrappers such as DistributedDataParallel call `forward`
-    forward = log_prob
 
     def posterior(
         self,
@@ -361,7 +296,7 @@ class HMM(ChainModel):
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
         >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
-        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0]))
+        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0])).round()
         tensor([0., 1., 2.])
         """
         emission = self._known_emission("impute from")
@@ -419,9 +354,9 @@ class HMM(ChainModel):
             ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
                 not `right_censored` do not sum to `num_steps`.
 
-        >>> draws = HMM(2, Gaussian(2, num_features=3)).sample(4, 5)
+        >>> draws = HMM(2, "gaussian").sample(4, 5)
         >>> draws.states.shape, draws.data.shape
-        (torch.Size([4, 5]), torch.Size([4, 5, 3]))
+        (torch.Size([4, 5]), torch.Size([4, 5]))
         """
         emission = self._known_emission("sample from")
         check_count("num_steps", num_steps)
@@ -434,8 +369,8 @@ class HMM(ChainModel):
         if not getattr(self.transition, "right_censored", True) and bool((states < 0).any()):
             expected = "a sum of possible durations, since no segment may go on after the last step"
             raise ValueError(f"num_steps: expected {expected}, got {num_steps}")
-        options: dict[str, Any] = {"covariates": covariates} if takes_covariates(emission) else {}
-        return Sample(states, emission.draw(over(states, states.shape + emission.units[:-1]), generator, **options))
+        units = over(states, states.shape + emission.units[:-1])
+        return Sample(states, emission.draw(units, generator, **emission_options(emission, covariates)))
 
     @torch.no_grad()
     def sort_states(self, by: Tensor | Callable[["HMM"], Tensor]) -> None:
@@ -495,9 +430,6 @@ class HMM(ChainModel):
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
-
-    def _emission(self) -> torch.nn.Module:
-        return self.emission
 
     def _event_axes(self) -> int | None:
         layer = self.emission
@@ -568,7 +500,7 @@ class HMM(ChainModel):
     ) -> Tensor | Transition:
         """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure."""
         if covariates is not None:
-            if self._is_trained and not takes_covariates(self.emission):
+            if self._is_trained and not getattr(self.emission, "takes_covariates", False):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")
             covariates = into_steps(covariates, batch, v, packed)
         bulk = self._log_transitions(covariates)

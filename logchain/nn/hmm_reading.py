@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal
 
-from .chain_model import takes_covariates
 from .emissions import Categorical, Emission
 from .parameters import over
 from .priors import Prior
@@ -23,10 +22,10 @@ def mean_of(emission: torch.nn.Module, shares: Tensor, covariates: Tensor | None
     if not isinstance(emission, Emission):
         return None
     try:
-        if takes_covariates(emission) and covariates is not None:
+        if emission.takes_covariates and covariates is not None:
             states = torch.arange(shares.shape[-1], device=shares.device).expand(shares.shape)
-            options: dict[str, Any] = {"covariates": covariates[..., None, :]}
-            means = emission.distribution((states,), **options).mean  # [..., c, *event]
+            distribution: Any = emission.distribution
+            means = distribution((states,), covariates=covariates[..., None, :]).mean  # [..., c, *event]
             mean = (over(shares, means.shape) * means).sum(shares.dim() - 1)
         else:
             mean = mixed(emission, shares, emission.distribution().mean)

@@ -6,20 +6,18 @@ from torch import Tensor
 from ..arguments import check_integers, check_tensor
 from ..tensors import is_readable
 from ..transitions import Duration, Transition
-from .chain_model import takes_covariates
+from .chain_model import emission_options
 from .data import Sequences
 from .emissions import Emission
 from .parameters import fill
-from .stationary import stationary
 
 
 def potentials(emission: torch.nn.Module, c: int, sequences: Sequences) -> Tensor:
     """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for states that are excluded."""
     known = sequences.known
     if isinstance(emission, Emission):
-        options = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
-        x: Tensor = emission(sequences.data, known, **options)  # (*B, v, *U, c)
-        x = x.sum(-2) if len(emission.units) > 1 else x
+        x: Tensor = emission(sequences.data, known, **emission_options(emission, sequences.covariates))
+        x = x.sum(-2) if len(emission.units) > 1 else x  # (*B, v, c)
     else:
         x = emission(sequences.data)
         check_tensor("emission", x, 2)
@@ -83,13 +81,35 @@ def check_transitions(bulk: Tensor | Transition, batch: tuple[int, ...], rows: i
 
 
 def stationary_start(logs: Tensor | Transition) -> Tensor:
-    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
+    """The stationary distribution `[*B or less, c]` of one irreducible matrix for all steps, in float64.
+
+    The solution of `p = p P` by elimination without subtractions: each entry has the relative accuracy of float64.
+
+    Cost: `c^3 / 3` multiply-adds in c dependent steps.
+
+    Source: W. Grassmann, M. Taksar and D. Heyman, "Regenerative analysis and steady state distributions for Markov
+    chains", Operations Research 33 (1985).
+    """
     lead = lead_of(logs)
     if lead and lead[-1] != 1:
         raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
     dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
     # probabilities: the logarithm of a state that is never visited would have no gradient
-    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
+    remaining, visits = (dense[..., 0, :, :] if lead else dense).double().exp(), []
+    # states are eliminated from the last: paths through one are added to the transitions among those that remain
+    for k in range(remaining.shape[-1] - 1, 0, -1):
+        out = remaining[..., k, :k]
+        leaving = out.sum(-1, keepdim=True)
+        if is_readable(leaving) and bool((leaving == 0).any()):
+            raise ValueError("transition: expected every state to reach every other")
+        # expected visits of state k for each visit of a state that remains
+        visits_of_k = remaining[..., :k, k] / leaving
+        remaining = remaining[..., :k, :k] + visits_of_k[..., :, None] * out[..., None, :]
+        visits.append(visits_of_k)
+    weights = torch.ones_like(remaining[..., 0])  # (..., 1)
+    for visits_of_k in reversed(visits):
+        weights = torch.cat([weights, (weights * visits_of_k).sum(-1, keepdim=True)], -1)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def _with_known_states(x: Tensor, states: Tensor) -> Tensor:

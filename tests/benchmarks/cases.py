@@ -263,13 +263,14 @@ def circuits(n: int = 500, v: int = 40, c: int = 200, units: int = 64) -> Iterat
     generator = torch.Generator().manual_seed(0)
     for categories in (2, 17):
         data = torch.randint(categories, (n, v), generator=generator)
-        circuit = nn.ChainCircuit(v, c, num_categories=categories, generator=generator)
+        emission = nn.Categorical((1, v, c), categories, generator=generator)
+        circuit = nn.ChainCircuit(v, c, emission=emission, generator=generator)
 
         def loss(circuit: nn.ChainCircuit = circuit, data: Tensor = data) -> None:
             circuit.zero_grad(set_to_none=True)
             circuit.log_prob(data).mean().neg().backward()
 
-        operands = circuit.input(data[:, None]), circuit.bulk().exp(), circuit.p0().exp()
+        operands = circuit.emission(data[:, None]), circuit.transition().exp(), circuit.initial().exp()
         calls = {"logchain": loss, "product alone": with_gradients(logchain.product, *operands)}
         case = f"layers/ChainCircuit n={n} v={v} c={c}, {categories} categories, {threads()}"
         yield Comparison(f"{case}/loss, {GRADIENTS}", calls)

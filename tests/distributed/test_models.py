@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from logchain.nn import HMM, ChainCircuit, Gaussian, LinearChainCRF
+from logchain.nn import HMM, Categorical, ChainCircuit, Gaussian, LinearChainCRF
 
 STEPS, SEQUENCES, V = 4, 6, 9
 LENGTHS = torch.tensor([9, 5, 1, 7, 9, 3])
@@ -21,7 +21,7 @@ MODELS = {
         lambda: LinearChainCRF(4, batch_first=True),
         lambda model, i: model(VECTORS[i], CATEGORIES[i], torch.arange(V) < LENGTHS[i, None], "none"),
     ),
-    "circuit": (lambda: ChainCircuit(V, 3, 2, num_categories=4), lambda model, i: model(CATEGORIES[i])),
+    "circuit": (lambda: ChainCircuit(V, 3, 2, Categorical((2, V, 3), 4)), lambda model, i: model(CATEGORIES[i])),
 }
 WRAPPERS = {"ddp": DistributedDataParallel, "fsdp2": lambda of: fully_shard(of, mesh=init_device_mesh("cpu", (2,)))}
 

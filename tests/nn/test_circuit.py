@@ -31,7 +31,9 @@ SIZES = [
 
 
 def make(v=4, c=2, t=2, seed=0, **options):
-    return nn.ChainCircuit(v, c, t, generator=seeded(seed), **(options or {"num_categories": K}))
+    generator = seeded(seed)
+    options = {"emission": nn.Categorical((t, v, c), K, generator=generator)} | options
+    return nn.ChainCircuit(v, c, t, generator=generator, **options)
 
 
 def weights_of(circuit):
@@ -47,9 +49,9 @@ def weights_of(circuit):
 def table_of(circuit, best=False):
     """The probability of every value, an axis of K for each variable, or the largest term over hidden units."""
     w = weights_of(circuit)
-    inputs, p0, mixing = w["input.weights"], w["p0"], w["mixing"]
+    inputs, p0, mixing = w["emission.weights"], w["initial"], w["mixing"]
     t, v, k, c = inputs.shape
-    bulk = np.broadcast_to(w["bulk"] if "bulk" in w else dense(circuit.bulk), (t, v - 1, c, c))
+    bulk = np.broadcast_to(w["transition"] if "transition" in w else dense(circuit.transition), (t, v - 1, c, c))
     table = np.zeros((k,) * v)
     for r, *path in itertools.product(range(t), *[range(c)] * v):
         weight = mixing[r] * p0[r, path[0]]
@@ -82,7 +84,7 @@ def some_observed(n, v, seed=1):
 @pytest.mark.parametrize(("v", "c", "t", "structure", "lead"), SIZES)
 def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c, t, structure, lead):
     transition = trained(structure, seeded(1), lead=lead) if structure else None
-    circuit, data = make(v, c, t, num_categories=K, transition=transition), all_values(v)
+    circuit, data = make(v, c, t, transition=transition), all_values(v)
     single = circuit.log_prob(data).detach()
     assert single.dtype == torch.float32
     circuit = circuit.double()
@@ -100,42 +102,59 @@ def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c,
             np.testing.assert_allclose(conditionals[i, variable], joint.sum(others) / joint.sum(), atol=1e-12)
     if structure and "rank" in structure:  # whose entries are sums
         return
-    best, explained = table_of(circuit, best=True), circuit.mpe(data, observed)
+    best, explained = table_of(circuit, best=True), circuit.decode(data, observed)
     assert (explained.data == data)[observed].all() and explained.data.dtype == data.dtype
     for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
         most = where_observed(best, row, seen).max()
-        np.testing.assert_allclose(np.exp(explained.log_prob[i].item()), most, rtol=1e-12)
+        np.testing.assert_allclose(np.exp(explained.score[i].item()), most, rtol=1e-12)
         np.testing.assert_allclose(best[tuple(explained.data[i])], most, rtol=1e-12)
 
 
 def test_posteriors_and_best_states_equal_the_reference():
-    circuit, data = make(12, 5, 3, num_categories=4), torch.randint(4, (20, 12), generator=seeded(1))
+    circuit = make(12, 5, 3, emission=nn.Categorical((3, 12, 5), 4, generator=seeded(9)))
+    data = torch.randint(4, (20, 12), generator=seeded(1))
     w = weights_of(circuit)
     # a look-up by numpy for every repetition (n, t, v, c)
-    x = np.log(w["input.weights"])[np.arange(3)[:, None], np.arange(12), data.numpy()[:, None]]
-    chains = x, w["bulk"][None], w["p0"][None]
+    x = np.log(w["emission.weights"])[np.arange(3)[:, None], np.arange(12), data.numpy()[:, None]]
+    chains = x, w["transition"][None], w["initial"][None]
     truth, paths = reference.marginals(*chains), reference.viterbi(*chains)
     joint = np.log(w["mixing"]) + truth.log_norm
     shares = softmax(joint, -1)[..., None, None] * truth.states
-    np.testing.assert_allclose(circuit.posterior(data), shares, atol=1e-5)
-    scores, found = np.log(w["mixing"]) + paths.score, circuit.mpe(data)
+    np.testing.assert_allclose(circuit.posterior(data).states, shares, atol=1e-5)
+    scores, found = np.log(w["mixing"]) + paths.score, circuit.decode(data)
     best = scores.argmax(-1)
     np.testing.assert_array_equal(found.repetition, best)
     np.testing.assert_array_equal(found.states, paths.states[np.arange(20), best])
 
 
+def test_missing_variables_are_imputed_by_expectations():
+    """The mean of a variable conditional on another is a sum over repetitions and the states of both."""
+    circuit = make(2, 2, 2, emission=nn.Gaussian((2, 2, 2), 3, generator=seeded())).double()
+    data = torch.randn(4, 2, 3, dtype=torch.float64, generator=seeded(1))
+    w, first = weights_of(circuit), np.exp(circuit.emission(data[:, None]).detach().numpy())[:, :, 0]
+    joint = np.einsum("r,rj,nrj,rjk->nrk", w["mixing"], w["initial"], first, w["transition"][:, 0])
+    shares = joint / joint.sum((1, 2), keepdims=True)
+    means = np.einsum("nrk,rkd->nd", shares, circuit.emission.means.detach().numpy()[:, 1])
+    imputed = circuit.impute(data, torch.tensor([True, False]))
+    assert torch.equal(imputed[:, 0], data[:, 0])
+    np.testing.assert_allclose(imputed[:, 1], means, atol=1e-12)
+    bits, observed = make(3, emission="bernoulli"), torch.tensor([True, False, False])
+    likely = bits.conditionals(torch.tensor([1.0, 0, 0]), observed).argmax(-1)
+    assert torch.equal(bits.impute(torch.tensor([1, 0, 0]), observed), likely)
+
+
 def test_posteriors_of_long_data_are_those_of_float64():
     v, noise = 300, seeded(4)
-    circuit = make(v, input=nn.Gaussian((2, v, 2), generator=seeded()))
+    circuit = make(v, emission=nn.Gaussian((2, v, 2), generator=seeded()))
     with torch.no_grad():  # nearly the same in both repetitions, so that both are likely
-        circuit.input.means[1] = circuit.input.means[0]
-        for part in (circuit.bulk, circuit.p0):
+        circuit.emission.means[1] = circuit.emission.means[0]
+        for part in (circuit.transition, circuit.initial):
             part.logits[1] = part.logits[0] + 0.05 * torch.randn(part.logits[0].shape, generator=noise)
     data = 25 + 0.01 * torch.randn(16, v, generator=noise)
     assert (circuit.log_prob(data) < -8.8e4).all()
-    exact = copy.deepcopy(circuit).double().posterior(data.double())
+    exact = copy.deepcopy(circuit).double().posterior(data.double()).states
     assert exact.sum((-1, -2)).min() > 0.01 * v
-    assert (circuit.posterior(data) - exact).abs().max() < 1e-5
+    assert (circuit.posterior(data).states - exact).abs().max() < 1e-5
 
 
 def test_missing_values_are_nan_or_masked():
@@ -152,19 +171,19 @@ def test_missing_values_are_nan_or_masked():
     assert drawn.dtype == torch.float32 and not drawn.isnan().any()
     assert (drawn[0] == data)[observed].all()
     # integers do not round what is filled in
-    circuit, data, observed = make(2, input="gaussian"), torch.tensor([[3, 0]]), torch.tensor([[True, False]])
-    for found in (circuit.mpe(data, observed).data, circuit.sample_conditional(data, observed)[0]):
+    circuit, data, observed = make(2, emission="gaussian"), torch.tensor([[3, 0]]), torch.tensor([[True, False]])
+    for found in (circuit.decode(data, observed).data, circuit.sample_conditional(data, observed)[0]):
         assert found[0, 0] == 3 and found[0, 1] != found[0, 1].round()
 
 
 def test_data_and_masks_broadcast_over_leading_axes_and_events():
-    circuit, data = make(3, input=nn.Gaussian((2, 3, 2), 3)), torch.randn(12, 3, 3, generator=seeded())
+    circuit, data = make(3, emission=nn.Gaussian((2, 3, 2), 3)), torch.randn(12, 3, 3, generator=seeded())
     observed, mask = some_observed(12, 3), torch.tensor([True, False, True])
     wide = observed[..., None].expand(data.shape)
     for one, other in ((observed, wide), (mask, mask.expand(12, 3))):
         assert torch.equal(circuit.log_prob(data, one), circuit.log_prob(data, other))
-        assert torch.equal(circuit.posterior(data, one), circuit.posterior(data, other))
-        assert torch.equal(circuit.mpe(data, one).data, circuit.mpe(data, other).data)
+        assert torch.equal(circuit.posterior(data, one).states, circuit.posterior(data, other).states)
+        assert torch.equal(circuit.decode(data, one).data, circuit.decode(data, other).data)
     drawn = circuit.sample_conditional(data, mask, 2, seeded())
     assert torch.equal(drawn[:, :, mask], data[:, mask].expand(2, 12, 2, 3))
     found = circuit.log_prob(data)
@@ -175,22 +194,22 @@ def test_data_and_masks_broadcast_over_leading_axes_and_events():
 
 def test_impossible_data_and_repetitions_have_probability_zero():
     circuit = make(3)
-    weights = circuit.input.weights
+    weights = circuit.emission.weights
     weights.set(torch.tensor([0.5, 0.5, 0.0])[:, None].expand(weights.logits.shape))
     data = torch.tensor([[0, 1, 1], [0, 2, 1]])
     found = circuit.log_prob(data)
     assert found[0].isfinite() and found[1] == -torch.inf
     found.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in circuit.parameters())
-    assert (circuit.posterior(data)[1] == 0).all()
-    for method in (circuit.conditionals, circuit.mpe, circuit.sample_conditional):
+    assert (circuit.posterior(data).states[1] == 0).all()
+    for method in (circuit.conditionals, circuit.decode, circuit.sample_conditional):
         with pytest.raises(ValueError, match=r"^data: expected what is possible, got log-probability -inf 1 times$"):
             method(data)
     # the first repetition has no 0, the other nothing else
     shares = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])
     weights.set(shares[:, None, :, None].expand(2, 3, K, 2))
     data, observed = torch.tensor([1, 0, 0]), torch.tensor([True, False, False])
-    drawn, completed = circuit.sample_conditional(data, observed, 500, seeded()), circuit.mpe(data, observed)
+    drawn, completed = circuit.sample_conditional(data, observed, 500, seeded()), circuit.decode(data, observed)
     assert drawn.shape == (500, 3) and (drawn > 0).all()
     assert completed.repetition == 0 and (completed.data > 0).all()
 
@@ -198,13 +217,13 @@ def test_impossible_data_and_repetitions_have_probability_zero():
 @pytest.mark.parametrize(("structure", "missing"), [(None, True), ("low rank and diagonal", False)])
 def test_draws_have_the_frequencies_of_the_table(structure, missing):
     transition = trained(structure, seeded(1), lead=(2, 1)) if structure else None
-    circuit, n = make(3, 4 if structure else 2, seed=5, num_categories=K, transition=transition), 10_000
+    circuit, n = make(3, 4 if structure else 2, seed=5, transition=transition), 10_000
     data, observed = torch.tensor([[0, 2, 1], [1, 0, 0]]), torch.tensor([[False, True, False], [False, False, False]])
     if missing:
         drawn = circuit.sample_conditional(data, observed, n, seeded(3))
     else:
-        drawn = circuit.sample(2 * n, seeded(3)).view(n, 2, 3)
-        assert torch.equal(drawn, circuit.sample(2 * n, seeded(3)).view(n, 2, 3))
+        drawn = circuit.sample(2 * n, seeded(3)).data.view(n, 2, 3)
+        assert torch.equal(drawn, circuit.sample(2 * n, seeded(3)).data.view(n, 2, 3))
     assert drawn.shape == (n, 2, 3) and drawn.dtype == torch.int64
     for i in range(2):
         joint = where_observed(table_of(circuit), data[i].numpy(), observed[i].numpy() & missing)
@@ -218,26 +237,26 @@ def test_draws_have_the_frequencies_of_the_table(structure, missing):
 @pytest.mark.parametrize(
     "options, data",
     [
-        ({"input": "bernoulli"}, torch.tensor([[0, 1, 1], [1, 1, 0]])),
-        ({"input": "gaussian"}, torch.tensor([[0.5, -1.0, 2.0], [1.0, torch.nan, 0.0]])),
-        ({"input": nn.Gaussian((2, 3, 2), 2)}, torch.arange(12.0).view(2, 3, 2)),
-        ({"input": nn.Poisson((2, 3, 2))}, torch.tensor([[0, 4, 1], [2, 3, 0]])),
-        ({"input": nn.Mixture(nn.Categorical((2, 3, 2, 4), 5))}, torch.tensor([[0, 4, 1], [2, 3, 0]])),
+        ({"emission": "bernoulli"}, torch.tensor([[0, 1, 1], [1, 1, 0]])),
+        ({"emission": "gaussian"}, torch.tensor([[0.5, -1.0, 2.0], [1.0, torch.nan, 0.0]])),
+        ({"emission": nn.Gaussian((2, 3, 2), 2)}, torch.arange(12.0).view(2, 3, 2)),
+        ({"emission": nn.Poisson((2, 3, 2))}, torch.tensor([[0, 4, 1], [2, 3, 0]])),
+        ({"emission": nn.Mixture(nn.Categorical((2, 3, 2, 4), 5))}, torch.tensor([[0, 4, 1], [2, 3, 0]])),
     ],
 )
 def test_inputs_of_every_family_are_completed(options, data):
     circuit = make(3, **options)
-    circuit.input.reset_parameters(seeded())
+    circuit.emission.reset_parameters(seeded())
     observed = torch.tensor([[True, False, True], [False, True, True]])
     drawn = circuit.sample_conditional(data, observed, 5, seeded())
     assert drawn.shape == (5, *data.shape)
     known = observed.view(2, 3, *[1] * (data.dim() - 2)) & ~data.isnan()
     assert (drawn == data)[:, known.expand(data.shape)].all()
-    completed, other = circuit.mpe(data, observed), circuit.mpe(torch.where(known, data, drawn[0]))
+    completed, other = circuit.decode(data, observed), circuit.decode(torch.where(known, data, drawn[0]))
     # the same completions are summed in another order, each within the contract
-    bound = 2 * (torch.finfo(torch.float32).eps * other.log_prob.abs() + of_steps(3, 3, dtype=torch.float32))
-    assert (completed.log_prob >= other.log_prob - bound).all()
-    if not isinstance(circuit.input, nn.Gaussian | nn.Poisson):
+    bound = 2 * (torch.finfo(torch.float32).eps * other.score.abs() + of_steps(3, 3, dtype=torch.float32))
+    assert (completed.score >= other.score - bound).all()
+    if not isinstance(circuit.emission, nn.Gaussian | nn.Poisson):
         conditionals = circuit.conditionals(data, observed)
         torch.testing.assert_close(conditionals.sum(-1), torch.ones(2, 3))
         hit = conditionals.gather(-1, data[..., None])[..., 0]
@@ -246,7 +265,7 @@ def test_inputs_of_every_family_are_completed(options, data):
 
 def test_training_step_holds_a_few_tensors_of_the_size_of_the_messages():
     n, v, c = 64, 20, 32
-    circuit, data = make(v, c, 1, num_categories=4), torch.randint(4, (n, v), generator=seeded(1))
+    circuit, data = make(v, c, 1, emission=nn.Categorical((1, v, c), 4)), torch.randint(4, (n, v), generator=seeded(1))
 
     def step():
         return torch.autograd.grad(circuit.log_prob(data).sum(), list(circuit.parameters()))

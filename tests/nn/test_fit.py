@@ -64,15 +64,20 @@ def numbers(**options):
     return random_hmm(Gaussian(3, generator=seeded()), **options), data, {"lengths": lengths}
 
 
+def random_circuit(v=8, seed=0):
+    generator = seeded(seed)
+    return ChainCircuit(v, 3, 2, Categorical((2, v, 3), 4, generator=generator), generator=generator).double()
+
+
 def forbidding_circuit():
-    circuit = ChainCircuit(3, 3, 2, num_categories=4, generator=seeded(4)).double()
-    circuit.bulk.set(torch.ones(3, 3).triu() / torch.tensor([[3.0], [2.0], [1.0]]))
+    circuit = random_circuit(3, 4)
+    circuit.transition.set(torch.ones(3, 3).triu() / torch.tensor([[3.0], [2.0], [1.0]]))
     return circuit, categories(30, 3), {"observed": torch.rand(30, 3, generator=seeded(1)) < 0.7}
 
 
 def structured_circuit(kind):
     transition = trained(kind, seeded(1), lead=(2, V - 1))
-    circuit = ChainCircuit(V, 4, 2, num_categories=4, transition=transition, generator=seeded())
+    circuit = ChainCircuit(V, 4, 2, Categorical((2, V, 4), 4), transition=transition, generator=seeded())
     return circuit.double(), categories(12, V), {}
 
 
@@ -87,7 +92,7 @@ BY_GRADIENT = ["numbers", "forbidding circuit", "circuit, low rank and diagonal"
 
 
 def matrices(model):
-    transition = (model.transition if isinstance(model, HMM) else model.bulk)()
+    transition = model.transition()
     return array((transition if isinstance(transition, torch.Tensor) else transition.to_dense(log_params=True)).exp())
 
 
@@ -126,9 +131,7 @@ def test_mini_batches_raise_the_likelihood(options):
     assert report.log_likelihood > before + 10
 
 
-@pytest.mark.parametrize(
-    "make", [random_hmm, lambda seed=0: ChainCircuit(8, 3, 2, num_categories=4, generator=seeded(seed)).double()]
-)
+@pytest.mark.parametrize("make", [random_hmm, random_circuit])
 def test_best_of_several_starts_is_kept_and_seeds_repeat(make):
     model, data = make(), categories(20, 8)
     report = model.fit(data, restarts=4, max_iterations=10, generator=seeded(), **ENDLESS)

@@ -64,7 +64,7 @@ def gradient(optimizer=None, model=random_hmm):
 
 
 def circuit(**options):
-    return nn.ChainCircuit(3, 2, 2, **(options or {"num_categories": 3}))
+    return nn.ChainCircuit(3, 2, 2, **options)
 
 
 def prior(scale):
@@ -208,9 +208,9 @@ CALLS = [
     (lambda: moved_by(BANDED).log_prob(DATA, covariates=DATA), ValueError, "covariates: expected None"),
     (lambda: moved_by(PER_STEP, initial="stationary").log_prob(DATA), ValueError, "initial: .*3 transition matrices"),
     (lambda: circuit().log_prob(DATA), ValueError, r"^data: expected shape \[..., 3\], got \[5, 4\]$"),
-    (lambda: circuit(input="poisson"), ValueError, "^input: .* got 'poisson'$"),
-    (lambda: circuit(input=Poisson((2, 3, 2))).conditionals(DATA[:, 1:]), TypeError, "^input: .* got Poisson$"),
-    (lambda: circuit(input=PLANE).mpe(VECTORS[:, 1:], VECTORS[:, 1:] > 0), ValueError, "^data: .* whole"),
+    (lambda: circuit(emission="normal"), ValueError, "^emission: .* got 'normal'$"),
+    (lambda: circuit(emission="poisson").conditionals(DATA[:, 1:]), TypeError, "^emission: .* got Poisson$"),
+    (lambda: circuit(emission=PLANE).decode(VECTORS[:, 1:], VECTORS[:, 1:] > 0), ValueError, "^data: .* whole"),
 ]
 
 

@@ -251,7 +251,7 @@ class Emission(DrawnModule):
     def log_probabilities(self) -> Tensor:
         """Log-probabilities `[*U, c, K]` in nats of all K values, where there are finitely many."""
         if self.num_values is None:
-            raise TypeError(f"input: expected a family with finitely many values, got {type(self).__name__}")
+            raise TypeError(f"emission: expected a family with finitely many values, got {type(self).__name__}")
         values = torch.arange(self.num_values, device=next(self.parameters()).device)
         every: Tensor = self(values.view(-1, *(1,) * (len(self.units) - 1)))
         return every.movedim(0, -1)
