@@ -428,7 +428,8 @@ def test_constraints_survive_training_averaging_and_initialization(optimizer):
     tags[:] = 1
     tags[:, 1::2] = 0
     optimizer = optimizer(crf.parameters(), 0.1, weight_decay=0.1)
-    averages = [torch.optim.swa_utils.AveragedModel(crf, multi_avg_fn=multi) for multi in (None, EMA)]
+    ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averages = [torch.optim.swa_utils.AveragedModel(crf, multi_avg_fn=multi) for multi in (None, ema)]
     for _ in range(3):
         optimizer.zero_grad()
         crf(emissions, tags, mask, "token_mean").neg().backward()
@@ -442,9 +443,6 @@ def test_constraints_survive_training_averaging_and_initialization(optimizer):
         expected = forbidding(model)
         assert torch.equal(model.log_partition(emissions, mask), expected.log_partition(emissions, mask))
         assert model.decode(emissions, mask) == expected.decode(emissions, mask)
-
-
-EMA = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
 
 
 def test_constraints_are_in_the_state_only_if_passed():
