@@ -24,8 +24,8 @@ class Durations(Transitions):
     with this transition has these c states, in its emission and in all results.
 
     Args:
-        num_states: c.
-        max_duration: D, the largest number of steps.
+        num_states: the number of states, c.
+        max_duration: the largest number of steps, D.
         durations: "free" for a probability of each number of steps; or the family of d - 1, which is "poisson",
             "negative_binomial" or an `Emission` of c units over integers from 0 on, restricted to d from 1 to D and
             normalized: `q_s(d) = f_s(d - 1) / sum_k f_s(k - 1)`.

@@ -1,7 +1,7 @@
 """The linear-chain conditional random field as a layer with the interface of pytorch-crf's."""
 
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,38 +27,33 @@ from ..tensors import is_readable
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count
+from .parameters import over
 
 
 class Sequences(NamedTuple):
-    """The sequences of a mask, whose masked variables are moved past the end of each, or packed ones.
+    """How the variables of sequences lie in the emissions; with a mask, the chain has those that count first.
 
-    `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
-    which each variable is taken, None where the mask is known to leave the first variables of each sequence. All are
-    None without a mask. The length of a sequence without variables is 1, or 0 where it is refused.
+    `inside` (n, v) is the mask, `order` (n, v) the step from which each variable is taken, `lengths` (n) the numbers of
+    variables that count: 1 for an empty sequence, and 0 for one that `strict_mask` refuses.
     """
 
     batch_first: bool
     inside: Tensor | None = None
-    lengths: Tensor | None = None
     order: Tensor | None = None
+    lengths: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Values in the layout of the emissions as (n, v, ...), those that are not masked first, or (total, ...)."""
+        """Values in the layout of the emissions as those of the chain, (n, v, ...) or (total, ...)."""
         if self.cu_seqlens is not None:
             return values
         values = values if self.batch_first else values.transpose(0, 1)
-        if self.order is None or self.inside is None:
-            return values
-        # masked values are zeroed, since an empty sequence is computed from one of them
-        values = torch.where(_like(self.inside, values), values, 0)
-        return values.gather(1, _like(self.order, values))
+        return values if self.order is None else _rows(values, self.order)
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
-        """Values as `gathered` returns them in the layout of the emissions, `fill` where masked."""
+        """Values of the chain in the layout of the emissions, `fill` where masked."""
         if self.order is not None and self.inside is not None:
-            values = values.gather(1, _like(self.order.argsort(1), values))
-            values = torch.where(_like(self.inside, values), values, fill)
+            values = torch.where(over(self.inside, values.shape), _rows(values, self.order.argsort(1)), fill)
         return values if self.batch_first or self.cu_seqlens is not None else values.transpose(0, 1)
 
     def ended(self, steps: int, device: torch.device) -> Tensor:
@@ -69,7 +64,7 @@ class Sequences(NamedTuple):
         return counts >= (steps if self.lengths is None else self.lengths[:, None])
 
     def lists(self, states: Tensor) -> list[list[int]]:
-        """States (n, v) or (total) as a list for each sequence, without masked variables."""
+        """States of the chain as a list for each sequence, without masked variables."""
         check_has_values("emissions", states)
         rows = states.tolist()
         if self.cu_seqlens is not None:
@@ -82,23 +77,20 @@ class Sequences(NamedTuple):
 class LinearChainCRF(nn.Module):
     r"""`log p(z) = start(z_0) + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end(z_{v-1}) - log Z` for tags `z`.
 
-    The parameters, their names and their initial values are those of `torchcrf.CRF`, so that a `state_dict` of either
-    loads into the other; `forward` and `decode` take its arguments and give its results. Unlike in pytorch-crf, masks
-    may have holes, and masked tags may be anything.
+    Parameters, their names and initial values are those of `torchcrf.CRF`: a `state_dict` of either loads into the
+    other, and `forward` and `decode` take its arguments and return its results.
 
     Args:
         num_tags: number of tags, c.
         batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
-        strict_mask: a mask that is off at the first step of a sequence is refused, as pytorch-crf does: often it is
-            upside down. With False sequences may begin after masked positions, or be empty.
-        allowed_transitions: bool `[c, c]`, `[from, to]`: False where a transition is impossible. By default all are
-            allowed. `bio_constraints` makes those of BIO tags.
-        allowed_starts: bool `[c]`: whether each tag may be the first.
-        allowed_ends: bool `[c]`: whether each tag may be the last.
+        strict_mask: refuse a mask that is off at the first step of a sequence, as pytorch-crf does: often it is upside
+            down. With False sequences may begin after masked positions, or be empty.
+        allowed_transitions: bool `[c, c]`, `[from, to]`: whether each transition is possible, by default all. That, and
+            the following two, are returned by `bio_constraints` for BIO tags.
+        allowed_starts, allowed_ends: bool `[c]`: whether each tag may be the first, and the last.
 
     Attributes:
-        start_transitions: log-weights of the first tag `[c]`, nats.
-        end_transitions: log-weights of the last tag `[c]`, nats.
+        start_transitions, end_transitions: log-weights of the first and of the last tag `[c]`, nats.
         transitions: log-weights `[c, c]`, `[from, to]`, nats. -inf forbids a transition and stays -inf under Adam and
             AdamW, since its gradient is exactly 0. (SGD adds weight decay to the gradient: -inf then becomes NaN.)
         allowed_transitions, allowed_starts, allowed_ends: buffers, or None. Log-weights of what is not allowed are
@@ -118,15 +110,14 @@ class LinearChainCRF(nn.Module):
             `logchain.product`. Then emissions are `[total, c]`, and `total` takes the place of both axes of tags and
             results.
 
-    Values of masks and tags are checked on a CPU only: `forward` never makes the host wait for a GPU, except for
-    `cu_seqlens`. There a tag out of range is the device's error (-1 counts as an impossible tag without
-    `partial=True`), and a first step that must not be off makes the sequence's log-likelihood NaN and its tags -1.
-    Inside `torch.compile` the errors on a CPU are those of the chain: they name `lengths`, of which one is 0 where a
-    first step is off, and `states`.
+    Values of masks and tags are checked on a CPU only: the host never waits for a GPU, except for `cu_seqlens` and
+    lists. There a tag out of range is the device's error (-1 is an impossible tag without `partial=True`), and a first
+    step that must not be off makes the sequence's log-likelihood NaN and its tags -1. Inside `torch.compile` errors on
+    a CPU name `lengths`, of which one is 0 where a first step is off, and `states`.
 
-    The layer works under `torch.compile` without a graph break and in `torch.export`, not in
-    TorchScript (`torch.jit`); in autocast and in DistributedDataParallel; a batch may be empty.
-    DataParallel gathers tensors: use `viterbi` there, not the lists of `decode`.
+    The layer works under `torch.compile` without a graph break and in `torch.export`, not in TorchScript (`torch.jit`);
+    in autocast and in DistributedDataParallel; a batch may be empty. DataParallel gathers tensors: use `viterbi` there,
+    not the lists of `decode`.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -135,7 +126,7 @@ class LinearChainCRF(nn.Module):
         NotImplementedError: `torch.jit.script` or `torch.jit.trace` meets the layer.
 
     Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds a sequence, and twice that backward; one copy
-    of the emissions, and two more where a mask has holes or lies on a GPU.
+    of the emissions, and with a mask a second one.
 
     Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML (2001).
 
@@ -151,10 +142,15 @@ class LinearChainCRF(nn.Module):
     >>> loss = -crf(emissions, torch.tensor([[0, 1, 1]]))
     >>> loss
     tensor(0.5460, grad_fn=<NegBackward0>)
-    >>> crf.decode(emissions)
-    [[0, 1, 1]]
+    >>> crf.decode(emissions), crf.viterbi(emissions).states
+    ([[0, 1, 1]], tensor([[0, 1, 1]]))
     >>> crf.decode(emissions, torch.tensor([[True, False, True]]))
     [[0, 0]]
+    >>> paths, log_weights = crf.topk(emissions, 2)
+    >>> paths, log_weights.exp().sum() < crf.log_partition(emissions).exp()
+    ([[[0, 1, 1], [1, 1, 1]]], tensor([True]))
+    >>> crf.sample(emissions, 5).shape
+    torch.Size([5, 1, 3])
     >>> crf.marginals(emissions).detach()
     tensor([[[0.7869, 0.2131],
              [0.2076, 0.7924],
@@ -185,29 +181,23 @@ class LinearChainCRF(nn.Module):
         self.start_transitions = nn.Parameter(torch.empty(num_tags))
         self.end_transitions = nn.Parameter(torch.empty(num_tags))
         self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
-        self._register_allowed("allowed_transitions", allowed_transitions, self.transitions)
-        self._register_allowed("allowed_starts", allowed_starts, self.start_transitions)
-        self._register_allowed("allowed_ends", allowed_ends, self.end_transitions)
+        self._register("allowed_transitions", allowed_transitions, num_tags, num_tags)
+        self._register("allowed_starts", allowed_starts, num_tags)
+        self._register("allowed_ends", allowed_ends, num_tags)
         self.reset_parameters()
 
-    def _register_allowed(self, name: str, allowed: Tensor | None, weights: Tensor) -> None:
+    def _register(self, name: str, allowed: Tensor | None, *shape: int) -> None:
         if allowed is not None:
             check_is_tensor(name, allowed)
             if allowed.dtype != torch.bool:
                 raise TypeError(f"{name}: expected bool, got {str(allowed.dtype)[6:]}; pass its .bool()")
-            if allowed.shape != weights.shape:
-                raise ValueError(f"{name}: expected shape {list(weights.shape)}, got {list(allowed.shape)}")
+            if allowed.shape != shape:
+                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(allowed.shape)}")
             allowed = allowed.clone()
         self.register_buffer(name, allowed)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters uniformly from -0.1 to 0.1.
-
-        >>> crf = LinearChainCRF(2)
-        >>> crf.reset_parameters()
-        >>> bool(crf.transitions.abs().max() <= 0.1)
-        True
-        """
+        """Draw all parameters uniformly from -0.1 to 0.1."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.1, 0.1)
 
@@ -218,8 +208,10 @@ class LinearChainCRF(nn.Module):
 
     def __prepare_scriptable__(self) -> None:
         """Raise for `torch.jit.script`, which calls this, instead of an error of its compiler within the library."""
-        name = type(self).__name__
-        raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.script")
+        self._refuse("torch.jit.script")
+
+    def _refuse(self, compiler: str) -> NoReturn:
+        raise NotImplementedError(f"{type(self).__name__}: expected torch.compile or torch.export, got {compiler}")
 
     def forward(
         self,
@@ -231,16 +223,16 @@ class LinearChainCRF(nn.Module):
         cu_seqlens: Tensor | None = None,
         partial: bool = False,
     ) -> Tensor:
-        """The log-likelihood `log p(tags)` of given tags; its negative is the training loss.
+        """The log-likelihood `log p(tags)`; its negative is the training loss.
 
         Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            emissions: see the class.
             tags: integers `[v, n]`, or `[n, v]` if `batch_first`. Masked ones may be anything, such as -100. -1 is an
                 unknown tag: the result is the log-probability of all taggings that agree with the tags that are known.
-            mask: `[v, n]` or `[n, v]`, see the class; `mask=tags != -100` drops labels of -100.
+            mask: see the class; `mask=tags != -100` drops labels of -100.
             reduction: "none" for `[n]`; "sum" over sequences; "mean", the sum divided by n; "token_mean", the sum
                 divided by the number of variables that are not masked.
-            cu_seqlens: the offsets of packed sequences, see the class.
+            cu_seqlens: see the class.
             partial: whether tags may be -1. Needed on a GPU and inside `torch.compile`, where values are not read, and
                 costs a second log-partition.
 
@@ -249,8 +241,6 @@ class LinearChainCRF(nn.Module):
             0, for tags that are impossible. It can be differentiated twice. Every sum and mean of no sequences is 0.
 
         >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> crf(torch.zeros(4, 3, 2), torch.zeros(4, 3, dtype=torch.int64), reduction="none").shape
-        torch.Size([4])
         >>> crf(torch.zeros(1, 3, 2), torch.tensor([[-1, -1, -1]])).exp().detach()  # of all taggings
         tensor(1.)
         """
@@ -264,11 +254,6 @@ class LinearChainCRF(nn.Module):
 
         Returns:
             n lists of tags, which are -1 in a sequence in which every path is impossible or an emission is NaN.
-
-        >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> emissions = torch.tensor([[[9.0, 0.0], [0.0, 9.0]], [[9.0, 0.0], [0.0, 9.0]]])
-        >>> crf.decode(emissions, torch.tensor([[True, True], [True, False]]))
-        [[0, 1], [0]]
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         return sequences.lists(self._tags(viterbi(**chain).states))
@@ -279,10 +264,6 @@ class LinearChainCRF(nn.Module):
         Returns:
             `Path(states, score)`: tags int64 `[v, n]` (or `[n, v]`), -1 where masked, and log-weights `[n]` in nats,
             which have a gradient. A log-weight minus `log_partition` is a log-probability.
-
-        >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> crf.viterbi(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])).states
-        tensor([[0, 1]])
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         path = viterbi(**chain)
@@ -296,11 +277,6 @@ class LinearChainCRF(nn.Module):
         Returns:
             Lists of tags, best path first, and log-weights `[n, k]` in nats. Where fewer than `k` paths are possible,
             the others have tags -1 and log-weight -inf.
-
-        >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> paths, log_weights = crf.topk(torch.tensor([[[9.0, 0.0], [0.0, 5.0]]]), 2)
-        >>> paths
-        [[[0, 1], [0, 0]]]
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         states, log_weights = topk_paths(**chain, k=k)
@@ -321,29 +297,16 @@ class LinearChainCRF(nn.Module):
 
         Returns:
             int64 `[num_samples, v, n]` (or `[num_samples, n, v]`), -1 where masked.
-
-        >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> crf.sample(torch.tensor([[[99.0, 0.0], [0.0, 99.0]]]), 3)
-        tensor([[[0, 1]],
-        <BLANKLINE>
-                [[0, 1]],
-        <BLANKLINE>
-                [[0, 1]]])
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         states = sample(**chain, num_samples=num_samples, generator=generator)
         return sequences.spread(self._tags(states).movedim(0, -1), -1).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The posterior probability of each tag: see `logchain.marginals`.
+        """The posterior probabilities of tags: see `logchain.marginals`.
 
         Returns:
             Probabilities in the shape of `emissions`, 0 where masked. They can be differentiated once.
-
-        >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> crf.marginals(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])).detach().round()
-        tensor([[[1., 0.],
-                 [0., 1.]]])
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         return sequences.spread(marginals(**chain).states, 0.0)
@@ -351,16 +314,7 @@ class LinearChainCRF(nn.Module):
     def log_partition(
         self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The log-partition `log Z` of each sequence: see `logchain.product`.
-
-        Returns:
-            `[n]` in nats, 0 for a sequence without variables.
-
-        >>> crf = LinearChainCRF(2, batch_first=True)
-        >>> emissions = torch.zeros(4, 3, 2)
-        >>> crf.log_partition(emissions) > crf.viterbi(emissions).score
-        tensor([True, True, True, True])
-        """
+        """The log-partition `log Z` `[n]` of each sequence, nats: see `logchain.product`."""
         return product(**self._chain(emissions, mask, cu_seqlens)[0])
 
     def _log_likelihood(
@@ -376,12 +330,14 @@ class LinearChainCRF(nn.Module):
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         check_flag("partial", partial)
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
-        partial = self._check_tags(tags, emissions, mask) or partial
+        check_integers("tags", tags)
+        check_steps("tags", tags, emissions)
+        tags = tags if mask is None else torch.where(mask.bool(), tags, 0)
+        partial = self._has_unknown(tags) or partial
         tags = sequences.gathered(tags)
         begins = None if begins is None else sequences.gathered(begins).bool()
         if partial:
-            agreeing = self._agreeing(tags, begins, sequences)
-            result = _log_probability(chain, agreeing)
+            result = _log_probability(chain, self._agreeing(tags, begins, sequences))
         else:
             result = log_prob(**chain, states=self._states(tags, begins, sequences))
         if reduction == "none":
@@ -398,11 +354,8 @@ class LinearChainCRF(nn.Module):
     ) -> tuple[dict[str, Any], Sequences]:
         """The arguments of functions of a chain, and how its variables lie in the emissions."""
         if is_jit_traced():
-            name = type(self).__name__
-            raise NotImplementedError(f"{name}: expected torch.compile or torch.export, got torch.jit.trace")
-        _check(emissions, mask, cu_seqlens, self.num_tags, self.batch_first)
-        check_device("emissions", emissions, self.transitions)
-        sequences = _sequences(mask, cu_seqlens, self.batch_first, self.strict_mask)
+            self._refuse("torch.jit.trace")
+        sequences = self._sequences(emissions, mask, cu_seqlens)
         x = sequences.gathered(emissions)
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.transitions.dtype), torch.float32)
         # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
@@ -414,16 +367,44 @@ class LinearChainCRF(nn.Module):
                 (self.transitions, self.allowed_transitions),
             )
         )
-        last, empty = sequences.ended(x.shape[-2], x.device), None
-        if sequences.order is not None and sequences.inside is not None:
+        last = sequences.ended(x.shape[-2], x.device)[..., None]
+        x, empty = x.to(dtype) + torch.where(last, end, 0.0), None
+        if sequences.inside is not None and not self.strict_mask:
             empty = ~sequences.inside.any(1, keepdim=True)
-            last = last & ~empty
-        x = x.to(dtype) + torch.where(last[..., None], end, 0.0)
+            x = x.masked_fill(empty[..., None], 0.0)
         chain = self._arguments(x, start, transitions, sequences)
         if empty is not None:  # the only path of an empty sequence, of state 0, has weight 1
             only = torch.arange(chain.p0.shape[-1], device=x.device) == 0
             chain = chain._replace(p0=torch.where(empty, torch.where(only, 0.0, -torch.inf), chain.p0))
         return {**chain._asdict(), "cu_seqlens": cu_seqlens}, sequences
+
+    def _sequences(self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Sequences:
+        """The layout of the emissions; arguments are checked, the first steps of a strict mask where they are read."""
+        axes = ["total"] if cu_seqlens is not None else ["n", "v"] if self.batch_first else ["v", "n"]
+        check_tensor("emissions", emissions, 2, self.transitions)
+        if emissions.dim() != len(axes) + 1 or emissions.shape[-1] != self.num_tags:
+            expected = f"[{', '.join(axes)}, {self.num_tags}]"
+            raise ValueError(f"emissions: expected shape {expected}, got {list(emissions.shape)}")
+        if cu_seqlens is None and emissions.shape[axes.index("v")] < 1:
+            raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
+        if cu_seqlens is not None:
+            check_is_tensor("cu_seqlens", cu_seqlens)
+        if mask is None:
+            return Sequences(self.batch_first, cu_seqlens=cu_seqlens)
+        check_mask("mask", mask, emissions)
+        if cu_seqlens is not None:
+            raise ValueError("mask: expected None with cu_seqlens; leave masked rows out of the emissions")
+        inside = mask.bool() if self.batch_first else mask.bool().T
+        first = inside[:, 0]
+        if self.strict_mask and is_readable(mask) and not first.all():
+            raise ValueError(
+                "mask: expected the first step of every sequence on, got it off in sequence"
+                f" {first.tolist().index(False)}; if the mask is not upside down, pass strict_mask=False to the layer"
+            )
+        lengths, steps = inside.sum(1), torch.arange(inside.shape[1], device=mask.device)
+        order = torch.where(inside, steps, steps + inside.shape[1]).argsort(dim=1)  # distinct: ONNX has no stable sort
+        lengths = torch.where(first, lengths, 0) if self.strict_mask else lengths.clamp(min=1)
+        return Sequences(self.batch_first, inside, order, lengths)
 
     def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: Sequences) -> ChainArguments:
         return ChainArguments(x, transitions[None], start, True, sequences.lengths)
@@ -440,37 +421,15 @@ class LinearChainCRF(nn.Module):
         """Whether each state of each variable agrees with its tag."""
         return (tags[..., None] == torch.arange(self.num_tags, device=tags.device)) | (tags[..., None] == -1)
 
-    def _check_tags(self, tags: Tensor, emissions: Tensor, mask: Tensor | None) -> bool:
-        """Check kind, shape and, on a CPU, values, and return whether some tag is known to be -1."""
-        check_integers("tags", tags)
-        if tags.shape != emissions.shape[:-1]:
-            raise ValueError(f"tags: expected shape {list(emissions.shape[:-1])}, got {list(tags.shape)}")
-        check_device("tags", tags, emissions)
+    def _has_unknown(self, tags: Tensor) -> bool:
+        """Whether a tag is known to be -1; values are checked, on a CPU."""
         if not is_readable(tags) or not tags.numel():
             return False
-        low, high = (int(bound) for bound in torch.aminmax(tags if mask is None else torch.where(mask.bool(), tags, 0)))
+        low, high = (int(bound) for bound in torch.aminmax(tags))
         if low < -1 or high >= self.num_tags:
             expected = f"values from 0 to {self.num_tags - 1}, got {low} to {high}"
             raise ValueError(f"tags: expected {expected}; pass -1 for unknown tags, mask=tags != -100 to drop others")
         return low < 0
-
-
-def _check(emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, c: int, batch_first: bool) -> None:
-    """Check kinds and sizes, in the layer's layout."""
-    axes = ["total"] if cu_seqlens is not None else ["n", "v"] if batch_first else ["v", "n"]
-    check_tensor("emissions", emissions, 2)
-    if emissions.dim() != len(axes) + 1 or emissions.shape[-1] != c:
-        raise ValueError(f"emissions: expected shape [{', '.join(axes)}, {c}], got {list(emissions.shape)}")
-    if cu_seqlens is None and emissions.shape[axes.index("v")] < 1:
-        raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
-    if mask is not None:
-        check_mask("mask", mask, emissions)
-    if cu_seqlens is not None:
-        check_integers("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dim() != 1:
-            raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
-        if mask is not None:
-            raise ValueError("mask: expected None with cu_seqlens; leave masked rows out of the emissions")
 
 
 def check_mask(name: str, mask: Tensor, emissions: Tensor) -> None:
@@ -478,9 +437,14 @@ def check_mask(name: str, mask: Tensor, emissions: Tensor) -> None:
     check_is_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"{name}: expected bool or integers, got {str(mask.dtype)[6:]}")
-    if mask.shape != emissions.shape[:-1]:
-        raise ValueError(f"{name}: expected shape {list(emissions.shape[:-1])}, got {list(mask.shape)}")
-    check_device(name, mask, emissions)
+    check_steps(name, mask, emissions)
+
+
+def check_steps(name: str, values: Tensor, emissions: Tensor) -> None:
+    """Check for the shape of the steps, on the device of the emissions."""
+    if values.shape != emissions.shape[:-1]:
+        raise ValueError(f"{name}: expected shape {list(emissions.shape[:-1])}, got {list(values.shape)}")
+    check_device(name, values, emissions)
 
 
 def _log_probability(chain: dict[str, Any], agreeing: Tensor) -> Tensor:
@@ -493,31 +457,8 @@ def _log_probability(chain: dict[str, Any], agreeing: Tensor) -> Tensor:
     return torch.where(impossible, -torch.inf, weight - norm).to(x.dtype)
 
 
-def _sequences(mask: Tensor | None, cu_seqlens: Tensor | None, batch_first: bool, strict: bool) -> Sequences:
-    """The sequences of a mask, whose first steps have to be on if `strict`, or of packed rows.
-
-    Values that are on a GPU, for which the host would wait, or traced are not read: a first step that is off makes the
-    length 0, which on a GPU makes results NaN, and on a CPU is refused where the chain is computed.
-    """
-    if mask is None:
-        return Sequences(batch_first, cu_seqlens=cu_seqlens)
-    inside = mask.bool() if batch_first else mask.bool().T
-    lengths, steps = inside.sum(1), torch.arange(inside.shape[1], device=mask.device)
-    if is_readable(mask):
-        first = steps < lengths[:, None]
-        if inside.equal(first) and lengths.all():
-            return Sequences(batch_first, inside, lengths)
-        if strict and not inside[:, 0].all():
-            off = inside[:, 0].tolist().index(False)
-            raise ValueError(
-                f"mask: expected the first step of every sequence on, got it off in sequence {off}; if the mask is not"
-                " upside down, pass strict_mask=False to the layer"
-            )
-    order = torch.where(inside, steps, steps + inside.shape[1]).argsort(dim=1)  # distinct: ONNX has no stable sort
-    lengths = torch.where(inside[:, 0], lengths, 0) if strict else lengths.clamp(min=1)
-    return Sequences(batch_first, inside, lengths, order)
-
-
-def _like(steps: Tensor, values: Tensor) -> Tensor:
-    """Steps (n, v) expanded to the shape of values (n, v, ...)."""
-    return steps[(..., *(None,) * (values.dim() - 2))].expand_as(values)
+def _rows(values: Tensor, order: Tensor) -> Tensor:
+    """Values (n, v, ...) at the steps `order` (n, v) of each sequence."""
+    first = order.shape[1] * torch.arange(order.shape[0], device=order.device)[:, None]
+    rows = values.flatten(0, 1).index_select(0, (first + order).flatten())
+    return rows.view(*order.shape, *values.shape[2:])

@@ -60,8 +60,8 @@ class Gamma(Prior):
         TypeError: an argument is neither a number nor a tensor.
         ValueError: a number is too small or not finite.
 
-    >>> Gamma(2.0, 1.0)
-    Gamma(concentration=2.0, rate=1.0)
+    >>> Gamma(2.0, 1.0).log_density(torch.tensor(0.5).log())
+    tensor(-1.1931, dtype=torch.float64)
     """
 
     concentration: Tensor

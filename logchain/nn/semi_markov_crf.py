@@ -22,20 +22,16 @@ class SemiMarkovCRF(LinearChainCRF):
         start(z_0) + sum_k (sum_i emissions_i(z_k) + durations(z_k, d_k)) + sum_k T(z_{k-1}, z_k) + end(z_{K-1})
 
     where i runs over the steps of segment k; their log-probability is that minus log Z, the log-sum-exp over all
-    segmentations. Arguments, methods and masks are those of `LinearChainCRF`, which it equals with D = 1. `forward`
-    also takes `begins`, and `decode_segments` and `segment_marginals` return segments. `torch.compile` computes the
-    chain between graphs; `torch.export` does not take it.
+    segmentations. Methods, masks and other arguments are those of `LinearChainCRF`, which it equals with D = 1.
+    `torch.compile` computes the chain between graphs; `torch.export` does not take it.
 
     Args:
         num_tags: number of tags, c.
         max_duration: the largest number of steps of a segment, D.
-        batch_first: see `LinearChainCRF`, as for `strict_mask`.
-        allowed_transitions: which tags neighboring segments may have, see there, as for `allowed_starts` and
-            `allowed_ends`.
+        allowed_transitions: which tags neighboring segments may have, bool `[c, c]`.
 
     Attributes:
-        start_transitions: log-weights of the first segment's tag `[c]`, nats.
-        end_transitions: log-weights of the last segment's tag `[c]`, nats.
+        start_transitions, end_transitions: log-weights of the first and of the last segment's tag `[c]`, nats.
         transitions: log-weights of the tags of neighboring segments `[c, c]`, `[from, to]`, nats. A diagonal of -inf
             forbids segments of one tag next to each other, and stays.
         durations: log-weights `[c, D]` of the durations: `durations[s, d - 1]` is that of d steps, nats; -inf forbids a
@@ -67,6 +63,8 @@ class SemiMarkovCRF(LinearChainCRF):
     tensor(0.5744, grad_fn=<NegBackward0>)
     >>> crf.marginals(emissions)[..., 1].detach()  # of tag 1 at each step
     tensor([[0.2018, 0.9720, 0.8744, 0.2352]])
+    >>> crf.segment_marginals(emissions)[0, 1, 1].detach()  # of tag 1 from step 1 on, for one step to three
+    tensor([0.0000, 0.5630, 0.2071])
     """
 
     def __init__(
@@ -132,10 +130,6 @@ class SemiMarkovCRF(LinearChainCRF):
         Returns:
             n lists of segments (tag, first step, duration); no segments where every segmentation is impossible or an
             emission is NaN. Steps are counted without masked ones.
-
-        >>> crf = SemiMarkovCRF(2, 3, batch_first=True)
-        >>> crf.decode_segments(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
-        [[(0, 0, 1), (1, 1, 1)]]
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         best = chain["bulk"].path_segments(viterbi(**chain).states, cu_seqlens)
@@ -146,7 +140,7 @@ class SemiMarkovCRF(LinearChainCRF):
         ]
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The posterior probability of each tag at each step: see `LinearChainCRF.marginals`."""
+        """The posterior probabilities of tags at each step: see `LinearChainCRF.marginals`."""
         states = super().marginals(emissions, mask, cu_seqlens=cu_seqlens)
         return states.view(*states.shape[:-1], self.num_tags, -1).sum(-1)
 
@@ -157,11 +151,6 @@ class SemiMarkovCRF(LinearChainCRF):
 
         Returns:
             Probabilities `[v, n, c, D]` (or `[n, v, c, D]`), 0 where masked. They can be differentiated once.
-
-        >>> crf = SemiMarkovCRF(2, 3, batch_first=True)
-        >>> segments = crf.segment_marginals(torch.tensor([[[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]]))
-        >>> segments.sum((-1, -2)).detach().round()  # a segment begins at every step
-        tensor([[1., 1., 1.]])
         """
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         posteriors = marginals(**chain, transitions="full")

@@ -95,7 +95,7 @@ class Transitions(torch.nn.Module):
             self._structure = _without_values(self._structure, logs[0].device)
         if isinstance(self._structure, Dense):
             return logs[0]
-        if _has_diagonal(self._structure):
+        if len(self._structure.parameters) > len(logs):  # the diagonal of `LowRank` is a column of the left factor
             logs = [logs[0][..., :-1], logs[1], logs[0][..., -1]]
         return self._structure.with_parameters(*logs)
 
@@ -168,15 +168,11 @@ def _layout(structure: Transition) -> list[Tensor]:
     """The parameters of a structure as weights that sum to 1, 0 where they are not used."""
     pairs = zip(structure.parameters, structure.used, strict=True)
     values = [value if used is None else torch.where(used, value, 0.0) for value, used in pairs]
-    if not _has_diagonal(structure):
+    if not isinstance(structure, LowRank) or structure.diagonal is None:
         return values
     left, right, diagonal = values
     shape = torch.broadcast_shapes(left.shape[:-1], diagonal.shape)
     return [torch.cat([left.expand(*shape, -1), diagonal.expand(shape)[..., None]], -1), right]
-
-
-def _has_diagonal(structure: Transition) -> bool:
-    return isinstance(structure, LowRank) and structure.diagonal is not None
 
 
 def _arcs(structure: Banded | Sparse) -> Tensor:

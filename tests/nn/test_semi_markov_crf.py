@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from logchain.nn import LinearChainCRF, SemiMarkovCRF, semi_markov_crf
 from tests.nn import segmentations
 from tests.nn.hmms import F64, array, close
+from tests.nn.test_crf import turned
 from tests.seeded import seeded
 
 INF, NAN = torch.inf, torch.nan
@@ -35,10 +36,6 @@ def layer(num_tags=C, longest=D, batch_first=True, strict_mask=False):
 
 def emissions_of(*shape):
     return torch.randn(*shape, generator=seeded(9), dtype=F64)
-
-
-def turned(crf, *tensors):
-    return [tensor if crf.batch_first else tensor.transpose(0, 1) for tensor in tensors]
 
 
 def weights(crf, emissions):
