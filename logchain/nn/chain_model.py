@@ -114,8 +114,9 @@ class ChainModel(torch.nn.Module):
             progress=progress,
         )
 
-    def num_observations(self, sequences: Sequences) -> Tensor:
-        """The number of steps of each sequence `[n]` at which something is observed."""
+    def num_observations(self, data: Any, *arguments: Any, **conditions: Any) -> Tensor:
+        """The number of steps of each sequence `[n]` at which something is observed, of data as `log_prob` takes."""
+        sequences = self._sequences(data, *arguments, **conditions).with_batch()
         data, known, axes = sequences.data, sequences.known, self._event_axes()
         if axes is None:  # what a module reads of an event is not known
             present = data.new_ones(data.shape[: 2 - bool(sequences.sizes)]) if known is None else known
