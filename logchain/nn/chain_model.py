@@ -46,7 +46,7 @@ class ChainModel(torch.nn.Module):
         if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
             sequences = self._sequences(data, observed, lengths, covariates, states)
             options: dict[str, Any] = {"covariates": sequences.covariates} if takes_covariates(emission) else {}
-            with frozen(emission):
+            with frozen(emission.parameters()):
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
 
     def fit(

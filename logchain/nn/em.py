@@ -25,36 +25,29 @@ class Part(Protocol):
         """Take the parameters of the largest expected log-posterior, or move the mean parameters `step` of the way."""
 
 
-class Call(NamedTuple):
-    """A call of a part, and what it returned."""
+class Use(NamedTuple):
+    """A call of a part, and the flow of what it returned."""
 
     part: Any
+    flow: Tensor
     inputs: tuple[Any, ...]
     named: dict[str, Any]
-    output: Tensor
 
 
-def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+class Expected(NamedTuple):
+    """An E step that a model has taken without gradients: a log-likelihood, and the uses of its parts."""
+
+    log_likelihood: Tensor
+    uses: list[Use]
+
+
+Batch = Callable[[], Tensor | Expected]
+
+
+def trained_parts(model: torch.nn.Module) -> list[Any]:
     """The modules of a model that expectation maximization fits: each `Part` of which a parameter is trained."""
     parts = (part for part in model.modules() if callable(getattr(part, "statistics", None)))
     return [part for part in parts if any(parameter.requires_grad for parameter in part.parameters())]
-
-
-@contextmanager
-def recorded_calls(model: torch.nn.Module) -> Iterator[list[Call]]:
-    """A context in which calls of the trained parts of a model are added to a list."""
-    calls: list[Call] = []
-
-    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
-        if output.requires_grad:
-            calls.append(Call(part, inputs, named, output))
-
-    handles = [part.register_forward_hook(record, with_kwargs=True) for part in trained_parts(model)]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
@@ -86,29 +79,49 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     """
     check_step(step)
     check_differentiable("em_step")
-    with recorded_calls(model) as calls:
-        return em_update(calls, log_likelihoods, step)
+    with em_steps(model) as update:
+        return update(log_likelihoods, step)
 
 
-def em_update(calls: list[Call], log_likelihoods: Iterable[Callable[[], Tensor]], step: float) -> Tensor:
-    """`em_step` for the parts whose calls are recorded; empties the list."""
-    totals: list[Tensor] = []
-    sums: dict[Any, Any] = {}
-    for log_likelihood in log_likelihoods:
+@contextmanager
+def em_steps(model: torch.nn.Module) -> Iterator[Callable[[Iterable[Batch], float], Tensor]]:
+    """The function `em_step` of a model whose calls are recorded in this context; a batch may have `Expected` uses."""
+    parts, calls = trained_parts(model), list[Use]()  # whose flow is the output, until gradients are taken
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+
+    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        if output.requires_grad:
+            calls.append(Use(part, output, inputs, named))
+
+    def expectation(batch: Batch) -> Expected:
         calls.clear()
         with torch.enable_grad():
-            total = log_likelihood()
-        totals.append(total.detach())
-        outputs = [call.output for call in calls]
+            total = batch()
+        if isinstance(total, Expected):
+            return total._replace(uses=[use for use in total.uses if use.part in parts])
+        outputs = [call.flow for call in calls]
         flows = torch.autograd.grad(total, outputs, materialize_grads=True) if outputs else ()
-        with torch.no_grad():
-            for (part, inputs, named, _), flow in zip(calls, flows, strict=True):
-                expected = part.statistics(flow, *inputs, **named)
-                sums[part] = sums[part] + expected if part in sums else expected
+        return Expected(total.detach(), [call._replace(flow=flow) for call, flow in zip(calls, flows, strict=True)])
+
+    def update(batches: Iterable[Batch], step: float) -> Tensor:
+        totals, sums = list[Tensor](), dict[Any, Any]()
+        for total, uses in map(expectation, batches):
+            totals.append(total)
+            with torch.no_grad():
+                for part, flow, inputs, named in uses:
+                    statistics = part.statistics(flow, *inputs, **named)
+                    sums[part] = sums[part] + statistics if part in sums else statistics
         calls.clear()
-    if not totals:
-        raise ValueError("log_likelihoods: expected at least one batch, got none")
-    for part, expected in sums.items():
-        with frozen(part):
-            part.maximize(expected, step)
-    return sum(totals[1:], totals[0])
+        if not totals:
+            raise ValueError("log_likelihoods: expected at least one batch, got none")
+        with frozen(parameters):
+            for part, statistics in sums.items():
+                part.maximize(statistics, step)
+        return sum(totals[1:], totals[0])
+
+    handles = [part.register_forward_hook(record, with_kwargs=True) for part in parts]
+    try:
+        yield update
+    finally:
+        for handle in handles:
+            handle.remove()

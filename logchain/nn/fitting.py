@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
-from .em import em_update, recorded_calls, trained_parts
+from .em import em_steps, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -206,9 +206,11 @@ def fit(
 
 
 class _Batch(NamedTuple):
-    """A function that computes the log-likelihood of some sequences, and their share of all."""
+    """Some of the data, what belongs to them, and their share of all, 1 if all are added up for each step."""
 
-    log_likelihood: Callable[[], Tensor]
+    data: Any
+    conditions: dict[str, Any]
+    weights: Tensor | None
     share: float
 
 
@@ -226,6 +228,9 @@ class _Run:
     optimizer: Optimizer | None
     generator: torch.Generator | None
 
+    def __post_init__(self) -> None:
+        self.modules = list(self.model.modules())
+
     @property
     def moving(self) -> bool:
         """Whether the parameters change after each batch."""
@@ -236,7 +241,7 @@ class _Run:
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
-            yield _Batch(partial(self._total, self.data, self.conditions, self.weights), 1.0)
+            yield _Batch(self.data, self.conditions, self.weights, 1.0)
             return
         order = torch.arange(n)
         if self.moving:
@@ -245,13 +250,18 @@ class _Run:
         for rows in order.to(self.data.data.device).split(size):
             conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
             weights = None if self.weights is None else self.weights[rows]
-            yield _Batch(partial(self._total, self.data[rows], conditions, weights), len(rows) / n)
+            yield _Batch(self.data[rows], conditions, weights, len(rows) / n if self.moving else 1.0)
 
-    def _total(self, data: Any, conditions: dict[str, Any], weights: Tensor | None) -> Tensor:
-        log_likelihoods: Tensor = self.model.log_prob(data, **conditions).double()
-        if weights is not None:  # a weight of 0 excludes impossible sequences, too
-            log_likelihoods = torch.where(weights > 0, log_likelihoods, 0.0) * weights
-        return log_likelihoods.sum()
+    def log_likelihood(self, batch: _Batch) -> Tensor:
+        """The log-likelihood of a batch, divided by its share."""
+        log_likelihoods: Tensor = self.model.log_prob(batch.data, **batch.conditions).double()
+        if batch.weights is not None:  # a weight of 0 excludes impossible sequences, too
+            log_likelihoods = torch.where(batch.weights > 0, log_likelihoods, 0.0) * batch.weights
+        return log_likelihoods.sum() / batch.share
+
+    def log_prior(self) -> Any:
+        """The logarithm of the density of all priors."""
+        return log_prior(self.modules)
 
     def draw(self, restarts: int | None) -> None:
         """Draw the parameters of a start, with None those that nobody has set."""
@@ -337,13 +347,13 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
         for _ in iterations:
             batches = run.batches()
             groups: Iterable[list[_Batch]] = ([batch] for batch in batches) if run.moving else [list(batches)]
-            history.append(_finite(sum(map(advance, groups))))
+            history.append(_finite(sum(advance(group) * group[0].share for group in groups)))
             if not run.moving and _has_converged(history, tolerance):
                 converged = True
                 break
     with torch.no_grad():
-        log_likelihood = _finite(sum(batch.log_likelihood() for batch in run.batches()))
-        history.append(_finite(log_likelihood + log_prior(run.model)))
+        log_likelihood = _finite(sum(run.log_likelihood(batch) * batch.share for batch in run.batches()))
+        history.append(_finite(log_likelihood + run.log_prior()))
     return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
 
@@ -358,56 +368,45 @@ def _has_converged(history: list[float], tolerance: float) -> bool:
     return gains[1] * ratio / (1 - ratio) < tolerance
 
 
+# a step for some batches, and the log-posterior before it, as estimated from them
 Advance = Callable[[list[_Batch]], Tensor]
 
 
 @contextmanager
 def _em(run: _Run) -> Iterator[Advance]:
-    """A function that does a step of EM for some batches and returns their log-posterior before it."""
     numbers = count()
 
     def advance(batches: list[_Batch]) -> Tensor:
         step = run.step(next(numbers)) if callable(run.step) else run.step
-        share = batches[0].share if run.moving else 1.0  # of the priors that a mini-batch has to balance
         with torch.no_grad():
-            before = log_prior(run.model)
-        functions = (partial(_over, batch.log_likelihood, share) for batch in batches)
-        total = em_update(calls, functions, 1.0 if step is None else check_step(step))
-        result: Tensor = (total + before) * share
+            before = run.log_prior()
+        functions = (partial(run.log_likelihood, batch) for batch in batches)
+        result: Tensor = update(functions, 1.0 if step is None else check_step(step)) + before
         return result
 
-    with recorded_calls(run.model) as calls:
+    with em_steps(run.model) as update:
         yield advance
-
-
-def _over(function: Callable[[], Tensor], divisor: float) -> Tensor:
-    return function() / divisor
 
 
 @contextmanager
 def _gradient(run: _Run) -> Iterator[Advance]:
-    """A function that does a step of the optimizer for one batch and returns its log-posterior before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
     optimizer: Any = (run.optimizer or (adam if run.moving else lbfgs))(parameters)
     if not hasattr(optimizer, "step"):
         raise TypeError(f"optimizer: expected a function that returns an optimizer, got one that returns {optimizer!r}")
-    # the loss is a mean over sequences, so that a learning rate suits any number of them
-    scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
     def advance(batches: list[_Batch]) -> Tensor:
-        (batch,) = batches
-
         def closure() -> Tensor:
             optimizer.zero_grad()
             with torch.enable_grad():
-                loss: Tensor = -(batch.log_likelihood() + batch.share * log_prior(run.model)) * scale
+                # a mean over sequences, so that a learning rate suits any number of them
+                loss: Tensor = -(run.log_likelihood(batches[0]) + run.log_prior()) / len(run.data)
             loss.backward()
             return loss
 
         loss: Tensor = optimizer.step(closure)
-        log_posterior: Tensor = -loss.detach() / scale
-        return log_posterior
+        return -loss.detach() * len(run.data)
 
     yield advance
 

@@ -10,7 +10,7 @@ from torch.distributions import biject_to, constraints, transform_to
 
 from ...arguments import check_has_values
 from ..checks import check_prior
-from ..parameters import arithmetic, broadcast
+from ..parameters import arithmetic, broadcast, first_draw
 from .emission import Emission
 
 
@@ -102,7 +102,7 @@ class Distribution(Emission):
         self.free = torch.nn.ParameterDict(free)
         with torch.random.fork_rng(devices=[]):
             self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
-        self.reset_parameters(generator)
+        first_draw(self, generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
