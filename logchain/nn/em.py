@@ -98,7 +98,7 @@ def em_steps(model: torch.nn.Module) -> Iterator[Callable[[Iterable[Batch], floa
         with torch.enable_grad():
             total = batch()
         if isinstance(total, Expected):
-            return total._replace(uses=[use for use in total.uses if use.part in parts])
+            return total
         outputs = [call.flow for call in calls]
         flows = torch.autograd.grad(total, outputs, materialize_grads=True) if outputs else ()
         return Expected(total.detach(), [call._replace(flow=flow) for call, flow in zip(calls, flows, strict=True)])

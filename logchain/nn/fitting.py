@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
-from .em import em_steps, trained_parts
+from .em import Expected, em_steps, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -229,7 +229,7 @@ class _Run:
     generator: torch.Generator | None
 
     def __post_init__(self) -> None:
-        self.modules = list(self.model.modules())
+        self.modules, self.parts = list(self.model.modules()), trained_parts(self.model)
 
     @property
     def moving(self) -> bool:
@@ -258,6 +258,15 @@ class _Run:
         if batch.weights is not None:  # a weight of 0 excludes impossible sequences, too
             log_likelihoods = torch.where(batch.weights > 0, log_likelihoods, 0.0) * batch.weights
         return log_likelihoods.sum() / batch.share
+
+    def expectation(self, batch: _Batch) -> Tensor | Expected:
+        """What `em_steps` needs of a batch: its log-likelihood, or the uses of parts if the model computes them."""
+        expected_uses: Any = getattr(self.model, "expected_uses", None)
+        if expected_uses is not None and batch.weights is None and batch.share == 1.0:
+            expected: Expected | None = expected_uses(self.parts, batch.data, **batch.conditions)
+            if expected is not None:
+                return expected
+        return self.log_likelihood(batch)
 
     def log_prior(self) -> Any:
         """The logarithm of the density of all priors."""
@@ -312,7 +321,7 @@ class _Run:
         if self.method == "em":
             if self.optimizer is not None:
                 raise ValueError("optimizer: expected None with method 'em'")
-            of_parts = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
+            of_parts = {id(parameter) for part in self.parts for parameter in part.parameters()}
             if names := [name for name, parameter in trained.items() if id(parameter) not in of_parts]:
                 expected = "'gradient' for parameters without a maximum in closed form"
                 raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")
@@ -380,7 +389,7 @@ def _em(run: _Run) -> Iterator[Advance]:
         step = run.step(next(numbers)) if callable(run.step) else run.step
         with torch.no_grad():
             before = run.log_prior()
-        functions = (partial(run.log_likelihood, batch) for batch in batches)
+        functions = (partial(run.expectation, batch) for batch in batches)
         result: Tensor = update(functions, 1.0 if step is None else check_step(step)) + before
         return result
 

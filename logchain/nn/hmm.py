@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
@@ -18,6 +18,7 @@ from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, takes_covariates
 from .checks import check_count
 from .data import Data, Ends, Rows, Sequences, as_tensor
+from .em import Expected, Use
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
@@ -491,6 +492,34 @@ class HMM(ChainModel):
         from .hmmlearn_models import from_hmmlearn
 
         return from_hmmlearn(model)
+
+    @torch.no_grad()
+    def expected_uses(self, parts: list[Any], data: Data, **conditions: Any) -> Expected | None:
+        """The E step of `fit` for the parts that are trained, or None unless they are those of usual models."""
+        weights = getattr(self.transition, "weights", (self.transition,))
+        if (
+            type(self).log_prob is not HMM.log_prob
+            or not isinstance(self.initial, LogWeights)
+            or not isinstance(self.emission, Emission)
+            or len(self.emission.units) > 1
+            or takes_covariates(self.emission)
+            or not all(any(part is usual for usual in (self.initial, *weights, self.emission)) for part in parts)
+        ):
+            return None
+        sequences, chain = self._chain_of(self._sequences(data, **conditions))
+        if chain.cu_seqlens is not None or not isinstance(chain.bulk, Tensor) or chain.bulk.shape != weights[0]().shape:
+            return None
+        posterior = marginals(**chain._asdict(), transitions="sum")
+        first, counts = (
+            posterior.states[..., 0, :].reshape(-1, self.num_states).sum(0),
+            cast(Tensor, posterior.transitions),
+        )
+        uses = [
+            Use(self.initial, first, (), {}),
+            Use(weights[0], counts, (), {}),
+            Use(self.emission, posterior.states, (sequences.data, sequences.known), {}),
+        ]
+        return Expected(posterior.log_norm.double().sum(), [use for use in uses if use.part in parts])
 
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""

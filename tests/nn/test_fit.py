@@ -117,6 +117,20 @@ def test_gradients_and_em_stop_at_the_same_maximum():
     assert abs(by_em.log_likelihood - by_gradient.log_likelihood) < 1e-6
 
 
+@pytest.mark.parametrize("transition", [None, LogWeights(5, 3, 3, generator=seeded(1))])
+def test_expectations_without_gradients_equal_those_with(transition):
+    """Weights of one are no weights, but have the expectations taken by gradients."""
+    reports, models = [], []
+    for weights in (None, torch.ones(20)):
+        model, data, conditions = numbers(transition=copy.deepcopy(transition))
+        conditions["states"] = torch.full((20, 6), -1).index_fill(1, torch.tensor([2]), 1)
+        reports.append(model.fit(data, weights=weights, restarts=0, max_iterations=5, **conditions, **ENDLESS))
+        models.append(model)
+    np.testing.assert_allclose(reports[0].history, reports[1].history, rtol=1e-12)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        close(one, array(other), atol=1e-9)
+
+
 @pytest.mark.parametrize("options", [{"method": "em", "step": lambda k: (k + 2) ** -0.6}, {"method": "gradient"}])
 def test_mini_batches_raise_the_likelihood(options):
     hmm, data = random_hmm(), categories(40, 8)
