@@ -66,16 +66,16 @@ class Fit(NamedTuple):
         """A report of two lines, or of three for several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
-        lines = [
+        report = (
             f"log-posterior {self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start; "
-            f"log-likelihood {self.log_likelihood:.2f}",
-            f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}",
-        ]
-        if len(self.starts) + self.num_failed > 1:
-            failed = f"; {self.num_failed} failed" if self.num_failed else ""
-            starts = ", ".join(f"{start:.4f}" for start in self.starts)
-            lines.append(f"best of {len(self.starts)} starts: {starts}{failed}")
-        return "\n".join(lines)
+            f"log-likelihood {self.log_likelihood:.2f}\n"
+            f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}"
+        )
+        if len(self.starts) + self.num_failed == 1:
+            return report
+        starts = ", ".join(f"{start:.4f}" for start in self.starts)
+        failed = f"; {self.num_failed} failed" if self.num_failed else ""
+        return f"{report}\nbest of {len(self.starts)} starts: {starts}{failed}"
 
 
 def fit(
@@ -261,16 +261,10 @@ class _Run:
 
     def expectation(self, batch: _Batch) -> Tensor | Expected:
         """What `em_steps` needs of a batch: its log-likelihood, or the uses of parts if the model computes them."""
-        expected_uses: Any = getattr(self.model, "expected_uses", None)
-        if expected_uses is not None and batch.weights is None and batch.share == 1.0:
-            expected: Expected | None = expected_uses(self.parts, batch.data, **batch.conditions)
-            if expected is not None:
-                return expected
-        return self.log_likelihood(batch)
-
-    def log_prior(self) -> Any:
-        """The logarithm of the density of all priors."""
-        return log_prior(self.modules)
+        expected = None
+        if hasattr(self.model, "expected_uses") and batch.weights is None and batch.share == 1.0:
+            expected = self.model.expected_uses(self.parts, batch.data, **batch.conditions)
+        return self.log_likelihood(batch) if expected is None else expected
 
     def draw(self, restarts: int | None) -> None:
         """Draw the parameters of a start, with None those that nobody has set."""
@@ -296,8 +290,6 @@ class _Run:
         values = getattr(self.data, "data", self.data)  # of a tensor, too
         check_is_tensor("data", values)
         check_has_values("data", values)
-        if not values.dim():
-            raise ValueError("data: expected shape [n, ...], got []")
         if not len(self.data):
             raise ValueError("data: expected at least one sequence, got none")
         if self.weights is not None:
@@ -362,7 +354,7 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
                 break
     with torch.no_grad():
         log_likelihood = _finite(sum(run.log_likelihood(batch) * batch.share for batch in run.batches()))
-        history.append(_finite(log_likelihood + run.log_prior()))
+        history.append(_finite(log_likelihood + log_prior(run.modules)))
     return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
 
@@ -388,7 +380,7 @@ def _em(run: _Run) -> Iterator[Advance]:
     def advance(batches: list[_Batch]) -> Tensor:
         step = run.step(next(numbers)) if callable(run.step) else run.step
         with torch.no_grad():
-            before = run.log_prior()
+            before = log_prior(run.modules)
         functions = (partial(run.expectation, batch) for batch in batches)
         result: Tensor = update(functions, 1.0 if step is None else check_step(step)) + before
         return result
@@ -410,7 +402,7 @@ def _gradient(run: _Run) -> Iterator[Advance]:
             optimizer.zero_grad()
             with torch.enable_grad():
                 # a mean over sequences, so that a learning rate suits any number of them
-                loss: Tensor = -(run.log_likelihood(batches[0]) + run.log_prior()) / len(run.data)
+                loss: Tensor = -(run.log_likelihood(batches[0]) + log_prior(run.modules)) / len(run.data)
             loss.backward()
             return loss
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from ...arguments import check_has_values
-from ..checks import check_prior
+from ..checks import check_number
 from ..parameters import arithmetic, broadcast, first_draw
 from .emission import Emission
 
@@ -66,7 +66,9 @@ class Distribution(Emission):
             family = getattr(torch.distributions, family)
         if not callable(family):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
-        check_prior("spread", spread, ())
+        check_number("spread", spread)
+        if not 0 <= spread < torch.inf:
+            raise ValueError(f"spread: expected a number from 0 on, got {spread}")
         if unknown := (limits or {}).keys() - initial.keys():
             expected = f"names of parameters, {', '.join(initial)}"
             raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
