@@ -101,7 +101,7 @@ def fit(
     Args:
         model: a module with `log_prob(data, **conditions) -> [n]`.
         data: `[n, ...]`, of n independent sequences or samples.
-        conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
+        conditions: further arguments of `log_prob` by name, tensors as `[n, ...]`, which are batched as the data.
         weights: non-negative weights `[n]` of the sequences' log-likelihoods; None for ones.
         method: "em" for expectation maximization, where every trained parameter must belong to a part that it fits
             (see `em_step`); "gradient" for L-BFGS, or Adam with mini-batches.
@@ -118,8 +118,8 @@ def fit(
         restarts: number of times to draw all trained parameters again, by `model.initialize(data, generator=...,
             **conditions)` or, in a model without that method, by `reset_parameters` of its modules; the best fit is
             taken. Of several, a start that fails by any error of values or of arithmetic is skipped. 0 starts from the
-            present parameters. None does so after `initialize` of the parts that nobody has set since they were
-            constructed: by `set`, `load_state_dict`, an optimizer or a fit.
+            present parameters. None does so after `initialize` of the library's parts that nobody has set since they
+            were constructed: by `set`, `load_state_dict`, an optimizer or a fit.
         generator: the source of randomness for the order of batches and for what is drawn.
         progress: show a progress bar (tqdm) of the iterations.
 
@@ -129,14 +129,13 @@ def fit(
     Raises:
         TypeError: an option is of another kind.
         ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter belongs to
-            no part; FSDP2 has sharded the model, which has to be fitted before; a trained parameter cannot be drawn
-            again; or, in every start, a part has no maximum, as where a variance reaches 0, or the log-posterior is not
-            finite, as for impossible data.
+            no part; FSDP2 has sharded the model; a trained parameter cannot be drawn again; or, in every start, a part
+            has no maximum, as where a variance reaches 0, or the log-posterior is not finite, as for impossible data.
         RuntimeError: `torch.inference_mode` is on, or every start failed by an error that is not a ValueError.
         ImportError: `progress` is set, and tqdm is not installed.
 
     Warns:
-        ConvergenceWarning: the best fit did not converge, or starts were skipped, for what each of them met.
+        ConvergenceWarning: the best fit did not converge, or starts were skipped, for the reasons in the message.
 
     A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. A `Dirichlet` prior keeps
     it above; "gradient" from a start without zeros never reaches 0.
@@ -167,9 +166,8 @@ def fit(
     run.check()
     if progress:
         check_progress()
-    num_starts, fits = restarts or 1, list[Fit]()
+    num_starts, fits, best = restarts or 1, list[Fit](), dict[str, Tensor]()
     failures: dict[int, Exception] = {}
-    best: dict[str, Tensor] = {}
     for start in range(1, num_starts + 1):
         title = f"start {start} of {num_starts}" if num_starts > 1 else "fit"
         try:
@@ -180,7 +178,7 @@ def fit(
                 raise
             failures[start] = error
             continue
-        if num_starts > 1 and fits[-1].log_posterior >= max(outcome.log_posterior for outcome in fits):
+        if num_starts > 1 and fits[-1].log_posterior == max(outcome.log_posterior for outcome in fits):
             best = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if not fits:
         kind = ValueError if isinstance(failures[1], ValueError) else RuntimeError
@@ -335,9 +333,9 @@ def _num_parameters(model: torch.nn.Module) -> int:
     """Free trained parameters: `num_parameters()` of the modules that have it, of their own parameters."""
     total = 0
     for part in model.modules():
-        trained = [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]
-        of_part = getattr(part, "num_parameters", lambda trained=trained: sum(p.numel() for p in trained))
-        total += of_part() if trained else 0
+        if trained := [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]:
+            of_part: Any = getattr(part, "num_parameters", None)
+            total += sum(parameter.numel() for parameter in trained) if of_part is None else of_part()
     return total
 
 
@@ -361,8 +359,10 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
 def _has_converged(history: list[float], tolerance: float) -> bool:
     """Whether the gains of further iterations, if they fall like the last two, add up to less than the tolerance."""
     gains = [after - before for before, after in pairwise(history[-3:])]
-    if not gains or tolerance < 0 or gains[-1] <= 0:
-        return bool(gains) and tolerance >= 0
+    if tolerance < 0 or not gains:
+        return False
+    if gains[-1] <= 0:
+        return True
     if len(gains) < 2 or gains[1] >= min(tolerance, gains[0]):
         return False
     ratio = gains[1] / gains[0]

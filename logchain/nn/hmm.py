@@ -21,7 +21,7 @@ from .data import Data, Ends, Rows, Sequences, as_tensor
 from .em import Expected, Use
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
 from .hmm_reading import expected_data, mean_of, permute, permute_units
-from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
+from .hmm_steps import check_transitions, first_steps, into_steps, lead_of, potentials, stationary_start
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
 from .transitions import Transitions
@@ -499,6 +499,7 @@ class HMM(ChainModel):
         weights = getattr(self.transition, "weights", (self.transition,))
         if (
             type(self).log_prob is not HMM.log_prob
+            or not self._is_trained
             or not isinstance(self.initial, LogWeights)
             or not isinstance(self.emission, Emission)
             or len(self.emission.units) > 1
@@ -506,14 +507,15 @@ class HMM(ChainModel):
             or not all(any(part is usual for usual in (self.initial, *weights, self.emission)) for part in parts)
         ):
             return None
-        sequences, chain = self._chain_of(self._sequences(data, **conditions))
-        if chain.cu_seqlens is not None or not isinstance(chain.bulk, Tensor) or chain.bulk.shape != weights[0]().shape:
+        sequences, trained = self._sequences(data, **conditions), self._log_transitions(None)
+        if sequences.sizes is not None or not isinstance(trained, Tensor):
+            return None
+        _, chain = self._chain_of(sequences)
+        if lead_of(chain.bulk) != lead_of(trained):
             return None
         posterior = marginals(**chain._asdict(), transitions="sum")
-        first, counts = (
-            posterior.states[..., 0, :].reshape(-1, self.num_states).sum(0),
-            cast(Tensor, posterior.transitions),
-        )
+        first = posterior.states[..., 0, :].reshape(-1, self.num_states).sum(0)
+        counts = cast(Tensor, posterior.transitions)
         uses = [
             Use(self.initial, first, (), {}),
             Use(weights[0], counts, (), {}),
