@@ -503,7 +503,6 @@ class HMM(ChainModel):
             or not isinstance(self.initial, LogWeights)
             or not isinstance(self.emission, Emission)
             or len(self.emission.units) > 1
-            or takes_covariates(self.emission)
             or not all(any(part is usual for usual in (self.initial, *weights, self.emission)) for part in parts)
         ):
             return None
@@ -516,10 +515,11 @@ class HMM(ChainModel):
         posterior = marginals(**chain._asdict(), transitions="sum")
         first = posterior.states[..., 0, :].reshape(-1, self.num_states).sum(0)
         counts = cast(Tensor, posterior.transitions)
+        named = {"covariates": sequences.covariates} if takes_covariates(self.emission) else {}
         uses = [
             Use(self.initial, first, (), {}),
             Use(weights[0], counts, (), {}),
-            Use(self.emission, posterior.states, (sequences.data, sequences.known), {}),
+            Use(self.emission, posterior.states, (sequences.data, sequences.known), named),
         ]
         return Expected(posterior.log_norm.double().sum(), [use for use in uses if use.part in parts])
 
