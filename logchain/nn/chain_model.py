@@ -103,7 +103,7 @@ class ChainModel(torch.nn.Module):
         if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
             sequences = self._sequences(data, observed, lengths, covariates, states)
             options = emission_options(emission, sequences.covariates)
-            with frozen(emission):
+            with frozen(emission.parameters()):
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
 
     def fit(
@@ -167,8 +167,8 @@ class ChainModel(torch.nn.Module):
         )
 
     def num_observations(self, data: Any, **conditions: Any) -> Tensor:
-        """The number of steps of each sequence `[n]` at which something is observed."""
-        sequences = self._sequences(data, **conditions)
+        """The number of steps of each sequence `[n]` at which something is observed, of data as `log_prob` takes."""
+        sequences = self._sequences(data, **conditions).with_batch()
         data, known, axes = sequences.data, sequences.known, self._event_axes()
         if axes is None:  # what a module reads of an event is not known
             present = data.new_ones(data.shape[: 2 - bool(sequences.sizes)]) if known is None else known

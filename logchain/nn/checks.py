@@ -1,13 +1,10 @@
 """Checks of the modules' arguments: kinds, sizes and ranges, before anything is computed."""
 
-import math
 from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from .parameters import broadcast
 
 
 def check_unsharded(model: torch.nn.Module) -> None:
@@ -54,31 +51,11 @@ def check_step(step: float) -> float:
     return step
 
 
-def check_prior(name: str, value: float | Tensor, shape: tuple[int, ...], *, signed: bool = False) -> None:
-    """Check for a finite number or a tensor of them that broadcasts to a shape; non-negative unless `signed`."""
-    if not isinstance(value, Tensor):
-        check_number(name, value)
-        if not (math.isfinite(value) and (signed or value >= 0)):
-            raise ValueError(f"{name}: expected a {'finite number' if signed else 'number from 0 on'}, got {value!r}")
-        return
-    values = broadcast(name, value, torch.Size(shape))
-    wrong = ~values.isfinite() if signed else ~(values.isfinite() & (values >= 0))
-    if not values.is_meta and bool(wrong.any()):
-        expected = "finite numbers" if signed else "numbers from 0 on"
-        raise ValueError(f"{name}: expected {expected}, got {values[wrong][0].item()}")
-
-
 def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
     """Check that the shape of a tensor ends in these sizes."""
     if value.shape[max(0, value.dim() - len(sizes)) :] != sizes:
         expected = ", ".join(map(str, ("...", *sizes)))
         raise ValueError(f"{name}: expected shape [{expected}], got {list(value.shape)}")
-
-
-def mask_of(observed: Tensor, shape: torch.Size, variables: torch.Size) -> Tensor:
-    """A bool mask of the shape of data, or of `variables` [*B, v]; one of [v] is expanded to that."""
-    check_mask(observed, shape, variables, variables[-1:])
-    return observed.expand(variables) if observed.shape == variables[-1:] else observed
 
 
 def check_mask(observed: object, *shapes: torch.Size) -> None:

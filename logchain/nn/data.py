@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_dense, check_integers, tensor_of
-from .checks import check_mask, mask_of
+from .checks import check_mask
 from .parameters import fill, over
 
 Array = np.ndarray[Any, Any]
@@ -80,7 +80,8 @@ class Sequences:
             expected = "sequences [v" if self.is_list else "shape [..., v"
             raise ValueError(f"data: expected {expected}{', ...' * bool(event_axes)}], got {list(data.shape)}")
         if mask is not None and event_axes is not None:
-            mask = mask_of(mask, data.shape, steps)
+            check_mask(mask, data.shape, steps, steps[-1:])
+            mask = mask.expand(steps) if mask.shape == steps[-1:] else mask
         elif mask is not None:
             # the shape of the mask says how many axes of the data are those of an event
             check_mask(mask, *(data.shape[:end] for end in range(1, data.dim() + 1)))

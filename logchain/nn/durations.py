@@ -13,6 +13,7 @@ from .emissions.distribution import Distribution
 from .emissions.emission import Emission
 from .lbfgs import maximize_by_lbfgs
 from .log_weights import LogWeights
+from .parameters import first_draw
 from .priors import Dirichlet
 from .transitions import Transitions
 
@@ -78,7 +79,7 @@ class Durations(Transitions):
         self.right_censored = right_censored
         if num_states > 1:
             self.weights[0] = MoveWeights(num_states, num_states, prior=prior)
-        self.reset_parameters(generator)
+        first_draw(self, generator)
         if not isinstance(durations, Emission):
             check_choice("durations", durations, ("free", "poisson", "negative_binomial"))
             if durations == "free":

@@ -29,32 +29,22 @@ class Call(NamedTuple):
     """A call of a part, and what it returned."""
 
     part: Any
+    output: Tensor
     inputs: tuple[Any, ...]
     named: dict[str, Any]
-    output: Tensor
 
 
-def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of a model that expectation maximization fits: each `Part` of which a parameter is trained."""
-    parts = (part for part in model.modules() if callable(getattr(part, "statistics", None)))
-    return [part for part in parts if any(parameter.requires_grad for parameter in part.parameters())]
+def trained_parts(model: torch.nn.Module) -> list[Any]:
+    """The modules of a model that expectation maximization fits: each outermost `Part` of which a parameter is trained.
 
-
-@contextmanager
-def recorded_calls(model: torch.nn.Module) -> Iterator[list[Call]]:
-    """A context in which calls of the trained parts of a model are added to a list."""
-    calls: list[Call] = []
-
-    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
-        if output.requires_grad:
-            calls.append(Call(part, inputs, named, output))
-
-    handles = [part.register_forward_hook(record, with_kwargs=True) for part in trained_parts(model)]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+    What is inside a part is fitted by the part.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    if callable(getattr(model, "statistics", None)):
+        return [model]
+    parts = (part for child in model.children() for part in trained_parts(child))
+    return list(dict.fromkeys(parts))  # a part may be shared
 
 
 def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
@@ -86,29 +76,44 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     """
     check_step(step)
     check_differentiable("em_step")
-    with recorded_calls(model) as calls:
-        return em_update(calls, log_likelihoods, step)
+    with em_steps(model) as update:
+        return update(log_likelihoods, step)
 
 
-def em_update(calls: list[Call], log_likelihoods: Iterable[Callable[[], Tensor]], step: float) -> Tensor:
-    """`em_step` for the parts whose calls are recorded; empties the list."""
-    totals: list[Tensor] = []
-    sums: dict[Any, Any] = {}
-    for log_likelihood in log_likelihoods:
+@contextmanager
+def em_steps(model: torch.nn.Module) -> Iterator[Callable[[Iterable[Callable[[], Tensor]], float], Tensor]]:
+    """The function `em_step` of a model whose calls are recorded in this context."""
+    parts, calls = trained_parts(model), list[Call]()
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+
+    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        if output.requires_grad:
+            calls.append(Call(part, output, inputs, named))
+
+    def update(batches: Iterable[Callable[[], Tensor]], step: float) -> Tensor:
+        totals, sums = list[Tensor](), dict[Any, Any]()
+        for batch in batches:
+            calls.clear()
+            with torch.enable_grad():
+                total = batch()
+            totals.append(total.detach())
+            outputs = [call.output for call in calls]
+            flows = torch.autograd.grad(total, outputs, materialize_grads=True) if outputs else ()
+            with torch.no_grad():
+                for (part, _, inputs, named), flow in zip(calls, flows, strict=True):
+                    statistics = part.statistics(flow, *inputs, **named)
+                    sums[part] = sums[part] + statistics if part in sums else statistics
         calls.clear()
-        with torch.enable_grad():
-            total = log_likelihood()
-        totals.append(total.detach())
-        outputs = [call.output for call in calls]
-        flows = torch.autograd.grad(total, outputs, materialize_grads=True) if outputs else ()
-        with torch.no_grad():
-            for (part, inputs, named, _), flow in zip(calls, flows, strict=True):
-                expected = part.statistics(flow, *inputs, **named)
-                sums[part] = sums[part] + expected if part in sums else expected
-        calls.clear()
-    if not totals:
-        raise ValueError("log_likelihoods: expected at least one batch, got none")
-    for part, expected in sums.items():
-        with frozen(part):
-            part.maximize(expected, step)
-    return sum(totals[1:], totals[0])
+        if not totals:
+            raise ValueError("log_likelihoods: expected at least one batch, got none")
+        with frozen(parameters):
+            for part, statistics in sums.items():
+                part.maximize(statistics, step)
+        return sum(totals[1:], totals[0])
+
+    handles = [part.register_forward_hook(record, with_kwargs=True) for part in parts]
+    try:
+        yield update
+    finally:
+        for handle in handles:
+            handle.remove()

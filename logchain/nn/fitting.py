@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
-from .em import em_update, recorded_calls, trained_parts
+from .em import em_steps, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -66,16 +66,16 @@ class Fit(NamedTuple):
         """A report of two lines, or of three for several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
-        lines = [
+        report = (
             f"log-posterior {self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start; "
-            f"log-likelihood {self.log_likelihood:.2f}",
-            f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}",
-        ]
-        if len(self.starts) + self.num_failed > 1:
-            failed = f"; {self.num_failed} failed" if self.num_failed else ""
-            starts = ", ".join(f"{start:.4f}" for start in self.starts)
-            lines.append(f"best of {len(self.starts)} starts: {starts}{failed}")
-        return "\n".join(lines)
+            f"log-likelihood {self.log_likelihood:.2f}\n"
+            f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}"
+        )
+        if len(self.starts) + self.num_failed == 1:
+            return report
+        starts = ", ".join(f"{start:.4f}" for start in self.starts)
+        failed = f"; {self.num_failed} failed" if self.num_failed else ""
+        return f"{report}\nbest of {len(self.starts)} starts: {starts}{failed}"
 
 
 def fit(
@@ -101,14 +101,14 @@ def fit(
     Args:
         model: a module with `log_prob(data, **conditions) -> [n]`.
         data: `[n, ...]`, of n independent sequences or samples.
-        conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
+        conditions: further arguments of `log_prob` by name, tensors as `[n, ...]`, which are batched as the data.
         weights: non-negative weights `[n]` of the sequences' log-likelihoods; None for ones.
         method: "em" for expectation maximization, where every trained parameter must belong to a part that it fits
             (see `em_step`); "gradient" for L-BFGS, or Adam with mini-batches.
         max_iterations: an iteration is one pass over the data by EM or Adam, or up to 20 steps of L-BFGS.
-        tolerance: nats; the fit ends when an iteration gains less and all further ones would together gain less, by
-            Aitken's extrapolation of the last two gains, or when nothing is gained. 0 ends it only then, -inf never. It
-            has no effect with mini-batches, whose gains are random.
+        tolerance: nats; the fit ends when an iteration gains less and, with "em", all further ones would together gain
+            less, by Aitken's extrapolation of the last two gains; or when nothing is gained. 0 ends it only then, -inf
+            never. It has no effect with mini-batches, whose gains are random.
         batch_size: number of sequences that are computed at a time. "em" adds up the statistics of all batches, so that
             only the memory changes, unless a `step` makes them mini-batches. With "gradient" every batch, in random
             order, is a mini-batch: a step of the optimizer.
@@ -118,8 +118,8 @@ def fit(
         restarts: number of times to draw all trained parameters again, by `model.initialize(data, generator=...,
             **conditions)` or, in a model without that method, by `reset_parameters` of its modules; the best fit is
             taken. Of several, a start that fails by any error of values or of arithmetic is skipped. 0 starts from the
-            present parameters. None does so after `initialize` of the parts that nobody has set since they were
-            constructed: by `set`, `load_state_dict`, an optimizer or a fit.
+            present parameters. None does so after `initialize` of the library's parts that nobody has set since they
+            were constructed: by `set`, `load_state_dict`, an optimizer or a fit.
         generator: the source of randomness for the order of batches and for what is drawn.
         progress: show a progress bar (tqdm) of the iterations.
 
@@ -129,14 +129,13 @@ def fit(
     Raises:
         TypeError: an option is of another kind.
         ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter belongs to
-            no part; FSDP2 has sharded the model, which has to be fitted before; a trained parameter cannot be drawn
-            again; or, in every start, a part has no maximum, as where a variance reaches 0, or the log-posterior is not
-            finite, as for impossible data.
+            no part; FSDP2 has sharded the model; a trained parameter cannot be drawn again; or, in every start, a part
+            has no maximum, as where a variance reaches 0, or the log-posterior is not finite, as for impossible data.
         RuntimeError: `torch.inference_mode` is on, or every start failed by an error that is not a ValueError.
         ImportError: `progress` is set, and tqdm is not installed.
 
     Warns:
-        ConvergenceWarning: the best fit did not converge, or starts were skipped, for what each of them met.
+        ConvergenceWarning: the best fit did not converge, or starts were skipped, for the reasons in the message.
 
     A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. A `Dirichlet` prior keeps
     it above; "gradient" from a start without zeros never reaches 0.
@@ -167,9 +166,8 @@ def fit(
     run.check()
     if progress:
         check_progress()
-    num_starts, fits = restarts or 1, list[Fit]()
+    num_starts, fits, best = restarts or 1, list[Fit](), dict[str, Tensor]()
     failures: dict[int, Exception] = {}
-    best: dict[str, Tensor] = {}
     for start in range(1, num_starts + 1):
         title = f"start {start} of {num_starts}" if num_starts > 1 else "fit"
         try:
@@ -180,7 +178,7 @@ def fit(
                 raise
             failures[start] = error
             continue
-        if num_starts > 1 and fits[-1].log_posterior >= max(outcome.log_posterior for outcome in fits):
+        if num_starts > 1 and fits[-1].log_posterior == max(outcome.log_posterior for outcome in fits):
             best = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if not fits:
         kind = ValueError if isinstance(failures[1], ValueError) else RuntimeError
@@ -206,9 +204,11 @@ def fit(
 
 
 class _Batch(NamedTuple):
-    """A function that computes the log-likelihood of some sequences, and their share of all."""
+    """Some of the data, what belongs to them, and their share of all, 1 if all are added up for each step."""
 
-    log_likelihood: Callable[[], Tensor]
+    data: Any
+    conditions: dict[str, Any]
+    weights: Tensor | None
     share: float
 
 
@@ -226,6 +226,9 @@ class _Run:
     optimizer: Optimizer | None
     generator: torch.Generator | None
 
+    def __post_init__(self) -> None:
+        self.modules, self.parts = list(self.model.modules()), trained_parts(self.model)
+
     @property
     def moving(self) -> bool:
         """Whether the parameters change after each batch."""
@@ -236,7 +239,7 @@ class _Run:
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
-            yield _Batch(partial(self._total, self.data, self.conditions, self.weights), 1.0)
+            yield _Batch(self.data, self.conditions, self.weights, 1.0)
             return
         order = torch.arange(n)
         if self.moving:
@@ -245,13 +248,25 @@ class _Run:
         for rows in order.to(self.data.data.device).split(size):
             conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
             weights = None if self.weights is None else self.weights[rows]
-            yield _Batch(partial(self._total, self.data[rows], conditions, weights), len(rows) / n)
+            yield _Batch(self.data[rows], conditions, weights, len(rows) / n if self.moving else 1.0)
 
-    def _total(self, data: Any, conditions: dict[str, Any], weights: Tensor | None) -> Tensor:
-        log_likelihoods: Tensor = self.model.log_prob(data, **conditions).double()
-        if weights is not None:  # a weight of 0 excludes impossible sequences, too
-            log_likelihoods = torch.where(weights > 0, log_likelihoods, 0.0) * weights
-        return log_likelihoods.sum()
+    def log_likelihood(self, batch: _Batch) -> Tensor:
+        """The log-likelihood of a batch, divided by its share."""
+        log_likelihoods: Tensor = self.model.log_prob(batch.data, **batch.conditions).double()
+        log_likelihoods = log_likelihoods.flatten(1).sum(1) if log_likelihoods.dim() > 1 else log_likelihoods
+        if batch.weights is not None:  # a weight of 0 excludes impossible sequences, too
+            log_likelihoods = torch.where(batch.weights > 0, log_likelihoods, 0.0) * batch.weights
+        return log_likelihoods.sum() / batch.share
+
+    def has_converged(self, history: list[float], tolerance: float) -> bool:
+        """Whether the last gain is below the tolerance and, of EM, all further ones, if they fall like the last two."""
+        gains = [after - before for before, after in pairwise(history[-3:])]
+        if self.moving or not gains or tolerance < 0:
+            return False
+        if gains[-1] <= 0 or self.method == "gradient":
+            return gains[-1] <= 0 or gains[-1] < tolerance
+        slower = len(gains) == 2 and gains[1] < min(tolerance, gains[0])
+        return slower and gains[1] ** 2 / (gains[0] - gains[1]) < tolerance
 
     def draw(self, restarts: int | None) -> None:
         """Draw the parameters of a start, with None those that nobody has set."""
@@ -277,8 +292,6 @@ class _Run:
         values = getattr(self.data, "data", self.data)  # of a tensor, too
         check_is_tensor("data", values)
         check_has_values("data", values)
-        if not values.dim():
-            raise ValueError("data: expected shape [n, ...], got []")
         if not len(self.data):
             raise ValueError("data: expected at least one sequence, got none")
         if self.weights is not None:
@@ -302,7 +315,7 @@ class _Run:
         if self.method == "em":
             if self.optimizer is not None:
                 raise ValueError("optimizer: expected None with method 'em'")
-            of_parts = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
+            of_parts = {id(parameter) for part in self.parts for parameter in part.parameters()}
             if names := [name for name, parameter in trained.items() if id(parameter) not in of_parts]:
                 expected = "'gradient' for parameters without a maximum in closed form"
                 raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")
@@ -324,9 +337,9 @@ def _num_parameters(model: torch.nn.Module) -> int:
     """Free trained parameters: `num_parameters()` of the modules that have it, of their own parameters."""
     total = 0
     for part in model.modules():
-        trained = [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]
-        of_part = getattr(part, "num_parameters", lambda trained=trained: sum(p.numel() for p in trained))
-        total += of_part() if trained else 0
+        if trained := [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]:
+            of_part: Any = getattr(part, "num_parameters", None)
+            total += sum(parameter.numel() for parameter in trained) if of_part is None else of_part()
     return total
 
 
@@ -337,77 +350,55 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
         for _ in iterations:
             batches = run.batches()
             groups: Iterable[list[_Batch]] = ([batch] for batch in batches) if run.moving else [list(batches)]
-            history.append(_finite(sum(map(advance, groups))))
-            if not run.moving and _has_converged(history, tolerance):
-                converged = True
+            history.append(_finite(sum(advance(group) * group[0].share for group in groups)))
+            if converged := run.has_converged(history, tolerance):
                 break
     with torch.no_grad():
-        log_likelihood = _finite(sum(batch.log_likelihood() for batch in run.batches()))
-        history.append(_finite(log_likelihood + log_prior(run.model)))
+        log_likelihood = _finite(sum(run.log_likelihood(batch) * batch.share for batch in run.batches()))
+        history.append(_finite(log_likelihood + log_prior(run.modules)))
+    converged = converged or run.has_converged(history, tolerance)
     return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
 
-def _has_converged(history: list[float], tolerance: float) -> bool:
-    """Whether the gains of further iterations, if they fall like the last two, add up to less than the tolerance."""
-    gains = [after - before for before, after in pairwise(history[-3:])]
-    if not gains or tolerance < 0 or gains[-1] <= 0:
-        return bool(gains) and tolerance >= 0
-    if len(gains) < 2 or gains[1] >= min(tolerance, gains[0]):
-        return False
-    ratio = gains[1] / gains[0]
-    return gains[1] * ratio / (1 - ratio) < tolerance
-
-
+# a step for some batches, and the log-posterior before it, as estimated from them
 Advance = Callable[[list[_Batch]], Tensor]
 
 
 @contextmanager
 def _em(run: _Run) -> Iterator[Advance]:
-    """A function that does a step of EM for some batches and returns their log-posterior before it."""
     numbers = count()
 
     def advance(batches: list[_Batch]) -> Tensor:
         step = run.step(next(numbers)) if callable(run.step) else run.step
-        share = batches[0].share if run.moving else 1.0  # of the priors that a mini-batch has to balance
         with torch.no_grad():
-            before = log_prior(run.model)
-        functions = (partial(_over, batch.log_likelihood, share) for batch in batches)
-        total = em_update(calls, functions, 1.0 if step is None else check_step(step))
-        result: Tensor = (total + before) * share
+            before = log_prior(run.modules)
+        functions = (partial(run.log_likelihood, batch) for batch in batches)
+        result: Tensor = update(functions, 1.0 if step is None else check_step(step)) + before
         return result
 
-    with recorded_calls(run.model) as calls:
+    with em_steps(run.model) as update:
         yield advance
-
-
-def _over(function: Callable[[], Tensor], divisor: float) -> Tensor:
-    return function() / divisor
 
 
 @contextmanager
 def _gradient(run: _Run) -> Iterator[Advance]:
-    """A function that does a step of the optimizer for one batch and returns its log-posterior before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
     optimizer: Any = (run.optimizer or (adam if run.moving else lbfgs))(parameters)
     if not hasattr(optimizer, "step"):
         raise TypeError(f"optimizer: expected a function that returns an optimizer, got one that returns {optimizer!r}")
-    # the loss is a mean over sequences, so that a learning rate suits any number of them
-    scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
     def advance(batches: list[_Batch]) -> Tensor:
-        (batch,) = batches
-
         def closure() -> Tensor:
             optimizer.zero_grad()
             with torch.enable_grad():
-                loss: Tensor = -(batch.log_likelihood() + batch.share * log_prior(run.model)) * scale
+                # a mean over sequences, so that a learning rate suits any number of them
+                loss: Tensor = -(run.log_likelihood(batches[0]) + log_prior(run.modules)) / len(run.data)
             loss.backward()
             return loss
 
         loss: Tensor = optimizer.step(closure)
-        log_posterior: Tensor = -loss.detach() / scale
-        return log_posterior
+        return -loss.detach() * len(run.data)
 
     yield advance
 

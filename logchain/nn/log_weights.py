@@ -6,11 +6,11 @@ from torch import Tensor
 from ..arguments import has_values
 from ..transitions import LINEAR, LOG, Semiring
 from .checks import check_count
-from .parameters import DrawnModule, arithmetic, broadcast
+from .parameters import arithmetic, broadcast, first_draw
 from .priors import Dirichlet
 
 
-class LogWeights(DrawnModule):
+class LogWeights(torch.nn.Module):
     r"""`log_softmax(logits)`: logarithms of probabilities that sum to 1 along an axis.
 
     Args:
@@ -60,7 +60,7 @@ class LogWeights(DrawnModule):
         self.dim, self.prior = dim, prior
         self.register_buffer("zeros", None)  # weights that are 0 whatever their logits
         self.logits = torch.nn.Parameter(torch.empty(shape))
-        self.reset_parameters(generator)
+        first_draw(self, generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weights again, uniformly over the simplex; those that are fixed at 0 stay."""
@@ -110,7 +110,7 @@ class LogWeights(DrawnModule):
         Weights without values wait for `reset_parameters`.
         """
         self.logits = torch.nn.Parameter(torch.zeros_like(weights, memory_format=torch.contiguous_format))
-        self._draw = None
+        self._first_draw = None
         if not has_values(weights):
             return
         weights = weights.double()

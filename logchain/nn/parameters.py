@@ -1,8 +1,7 @@
 """Parameters: conversions to the dtype of arithmetic and to shapes, what is trained, and what nobody has set."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -36,16 +35,15 @@ def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)
 
 
-def log_prior(model: torch.nn.Module) -> Any:
+def log_prior(modules: Iterable[Any]) -> Any:
     """The sum of `log_prior()` of the modules that have it, 0 if there is none."""
-    parts: Iterable[Any] = (part for part in model.modules() if hasattr(type(part), "log_prior"))
-    return sum(part.log_prior().double() for part in parts)
+    return sum(module.log_prior().double() for module in modules if hasattr(type(module), "log_prior"))
 
 
 @contextmanager
-def frozen(model: torch.nn.Module) -> Iterator[None]:
+def frozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """A context that restores the parameters that are not trained, in which the others may be written."""
-    before = [(fixed, fixed.detach().clone()) for fixed in model.parameters() if not fixed.requires_grad]
+    before = [(fixed, fixed.detach().clone()) for fixed in parameters if not fixed.requires_grad]
     yield
     with torch.no_grad():
         for parameter, value in before:
@@ -64,48 +62,32 @@ def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 class Draw:
-    """The versions of a module's parameters as its constructor drew them; copies and files of the module have one."""
+    """Parameters that a constructor drew, and their versions by then; a copy has those of the copied parameters."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.__setstate__((list(module.parameters()), True))
+    def __init__(self, parameters: list[torch.nn.Parameter], current: bool = True) -> None:
+        self.parameters = parameters
+        self.versions = [parameter._version if current else -1 for parameter in parameters]
 
     def is_current(self) -> bool:
         """Whether nothing was written since."""
         return self.versions == [parameter._version for parameter in self.parameters]
 
-    def __getstate__(self) -> tuple[list[torch.nn.Parameter], bool]:
-        return self.parameters, self.is_current()
-
-    def __setstate__(self, state: tuple[list[torch.nn.Parameter], bool]) -> None:
-        self.parameters = state[0]
-        self.versions = [parameter._version if state[1] else -1 for parameter in self.parameters]
+    def __reduce__(self) -> tuple[type["Draw"], tuple[list[torch.nn.Parameter], bool]]:
+        return Draw, (self.parameters, self.is_current())
 
 
-class DrawnModule(torch.nn.Module):
-    """A module that records its first `reset_parameters`, which its constructor calls."""
-
-    _draw: Draw | None = None
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "reset_parameters" in vars(cls):
-            cls.reset_parameters = _recording(vars(cls)["reset_parameters"])  # type: ignore[attr-defined]
-
-
-def _recording(reset_parameters: Callable[..., None]) -> Callable[..., None]:
-    @wraps(reset_parameters)
-    def reset(self: DrawnModule, generator: torch.Generator | None = None) -> None:
-        reset_parameters(self, generator)
-        if self._draw is None and not torch.is_inference_mode_enabled():
-            self._draw = Draw(self)
-
-    return reset
+def first_draw(module: Any, generator: torch.Generator | None) -> None:
+    """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
+    module.reset_parameters(generator)
+    if not torch.is_inference_mode_enabled():  # in which tensors have no versions
+        for part in module.modules():
+            part._first_draw = Draw(list(part.parameters(recurse=False)))
 
 
 def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that were set: all but those that `DrawnModule`s drew when they were constructed."""
-    draws = [part._draw for part in model.modules() if isinstance(part, DrawnModule) and part._draw is not None]
-    drawn = {id(parameter) for draw in draws if draw.is_current() for parameter in draw.parameters}
+    """The parameters that were set: all but those of modules that are as their constructors drew them."""
+    draws = [draw for part in model.modules() if (draw := getattr(part, "_first_draw", None)) and draw.is_current()]
+    drawn = {id(parameter) for draw in draws for parameter in draw.parameters}
     return [parameter for parameter in model.parameters() if id(parameter) not in drawn]
 
 
@@ -116,7 +98,7 @@ def reset_parameters(
 
     A generator draws the seed where that method takes none, as those of torch.
     """
-    with frozen(model):
+    with frozen(model.parameters()):
         _reset(model, type(model).__name__, generator, without)
 
 
@@ -128,17 +110,23 @@ def _reset(
     reset: Any = getattr(module, "reset_parameters", None)
     if reset is not None and "generator" in signature(reset).parameters:
         reset(generator=generator)
-        return
-    if reset is not None:
-        devices = sorted({p.device for p in module.parameters() if p.device.type == "cuda"}, key=str)
-        with torch.random.fork_rng(devices=devices, enabled=generator is not None):
-            if generator is not None:
-                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+    elif reset is not None:
+        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+        with seeded(generator, devices):
             reset()
-        return
-    for own, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad:
-            remedy = "give the module that method, or pass restarts=0"
-            raise ValueError(f"restarts: expected `reset_parameters` of {name}, which has {own}, got none; {remedy}")
-    for child, part in module.named_children():
-        _reset(part, f"{name}.{child}", generator, without)
+    else:
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                expected = f"expected `reset_parameters` of {name}, which has {own}, got none"
+                raise ValueError(f"restarts: {expected}; give the module that method, or pass restarts=0")
+        for child, part in module.named_children():
+            _reset(part, f"{name}.{child}", generator, without)
+
+
+@contextmanager
+def seeded(generator: torch.Generator | None, devices: Iterable[torch.device]) -> Iterator[None]:
+    """A context of global randomness that a generator seeds, without effect on later draws; None changes nothing."""
+    with torch.random.fork_rng(devices=list(devices), enabled=generator is not None):
+        if generator is not None:
+            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        yield

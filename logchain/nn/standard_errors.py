@@ -54,7 +54,7 @@ def standard_errors(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters: list[Any] = list(trained.values())
     with torch.enable_grad():
-        total: Tensor = log_prob(data, **conditions).double().sum() + log_prior(model)
+        total: Tensor = log_prob(data, **conditions).double().sum() + log_prior(model.modules())
         gradient = _flat(torch.autograd.grad(total, parameters, create_graph=True, materialize_grads=True))
         values = trained if of is None else of(model)
     hessian = _jacobian(gradient, parameters)

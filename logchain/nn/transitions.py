@@ -10,7 +10,7 @@ from ..transitions import Banded, BlockDiagonal, Duration, Kronecker, LowRank, M
 from ..transitions.dense import Dense
 from .checks import check_count, check_lead, check_number
 from .log_weights import ArcWeights, LogWeights
-from .parameters import broadcast
+from .parameters import broadcast, first_draw
 from .priors import Dirichlet
 
 # the axis along which parameters sum to 1, where it is the same for all of a structure, or that of each parameter;
@@ -86,7 +86,7 @@ class Transitions(torch.nn.Module):
         for part, start in zip(self.weights, _layout(structure), strict=True):
             part.start(start)
         if isinstance(states, int):
-            self.reset_parameters(generator)
+            first_draw(self, generator)
 
     def forward(self) -> Tensor | Transition:
         """The structure, of logarithms."""

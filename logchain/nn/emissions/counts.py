@@ -6,7 +6,7 @@ from torch.distributions import constraints
 
 from ..checks import check_count
 from ..log_weights import LogWeights
-from ..parameters import broadcast
+from ..parameters import broadcast, first_draw
 from ..priors import Dirichlet, Gamma
 from .categorical import Weighted, look_up
 from .emission import Emission
@@ -46,7 +46,7 @@ class Poisson(Emission):
             broadcast(f"prior.{name}", value, torch.Size(self.units))
         self.prior = prior
         self.log_rates = torch.nn.Parameter(torch.empty(self.units))
-        self.reset_parameters(generator)
+        first_draw(self, generator)
 
     @property
     def rates(self) -> Tensor:

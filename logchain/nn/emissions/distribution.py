@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from ...arguments import check_has_values
-from ..checks import check_prior
-from ..parameters import arithmetic, broadcast
+from ..checks import check_number
+from ..parameters import arithmetic, broadcast, first_draw
 from .emission import Emission
 
 
@@ -66,7 +66,9 @@ class Distribution(Emission):
             family = getattr(torch.distributions, family)
         if not callable(family):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
-        check_prior("spread", spread, ())
+        check_number("spread", spread)
+        if not 0 <= spread < torch.inf:
+            raise ValueError(f"spread: expected a number from 0 on, got {spread}")
         if unknown := (limits or {}).keys() - initial.keys():
             expected = f"names of parameters, {', '.join(initial)}"
             raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
@@ -102,7 +104,7 @@ class Distribution(Emission):
         self.free = torch.nn.ParameterDict(free)
         with torch.random.fork_rng(devices=[]):
             self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
-        self.reset_parameters(generator)
+        first_draw(self, generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -11,11 +11,11 @@ from ...tensors import is_readable
 from ..checks import check_count, check_mask
 from ..em import em_step
 from ..lbfgs import maximize_by_lbfgs
-from ..parameters import DrawnModule, arithmetic
+from ..parameters import arithmetic, seeded
 from .starts import cluster_weights
 
 
-class Emission(DrawnModule):
+class Emission(torch.nn.Module):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. The
@@ -231,9 +231,7 @@ class Emission(DrawnModule):
         grid = torch.meshgrid(*axes, indexing="ij") if axes else ()
         distribution = self.distribution((*grid, states), **covariates)
         devices = [states.device] if states.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices, enabled=generator is not None):
-            if generator is not None:
-                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        with seeded(generator, devices):
             return self._of_kind(distribution.sample(), distribution)
 
     @torch.no_grad()

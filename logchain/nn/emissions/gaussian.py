@@ -11,7 +11,7 @@ from torch.distributions.constraints import Constraint
 from ...arguments import check_choice
 from ...tensors import is_readable
 from ..checks import check_count
-from ..parameters import broadcast
+from ..parameters import broadcast, first_draw
 from ..priors import NormalInverseWishart
 from .emission import Emission
 from .linear import by_group, groups_of, linear_log_density, weighted_sums
@@ -98,7 +98,7 @@ class Gaussian(Emission):
         spread = torch.nn.Parameter(torch.empty(*units, *event))
         self.register_parameter("factors" if self.has_matrices else "log_scales", spread)
         self._prior()
-        self.reset_parameters(generator)
+        first_draw(self, generator)
 
     @property
     def variances(self) -> Tensor:

@@ -6,7 +6,7 @@ from torch.distributions import Distribution, MultivariateNormal
 
 from ...arguments import check_choice, check_is_tensor
 from ..checks import check_count
-from ..parameters import broadcast
+from ..parameters import broadcast, first_draw
 from .emission import Emission
 from .gaussian import ROUNDING, Finite
 
@@ -65,7 +65,7 @@ class LinearGaussian(Emission):
         self.weights = torch.nn.Parameter(torch.empty(units, d, num_covariates))
         self.register_parameter("bias", torch.nn.Parameter(torch.empty(units, d)) if bias else None)
         self.factors = torch.nn.Parameter(torch.empty(units, d, d))
-        self.reset_parameters(generator)
+        first_draw(self, generator)
 
     @property
     def covariances(self) -> Tensor:
