@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -68,8 +69,7 @@ class Distribution(Emission):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
         check_prior("spread", spread, ())
         if unknown := (limits or {}).keys() - initial.keys():
-            expected = f"names of parameters, {', '.join(initial)}"
-            raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
+            raise ValueError(f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(unknown)}")
         declared = getattr(family, "arg_constraints", {}) if limits is None else limits
         declared = declared if isinstance(declared, Mapping) else {}
         values: dict[str, Any] = _unset(family, declared, initial) | initial
@@ -157,8 +157,6 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
 def _transform(name: str, limit: Any) -> Any:
     """The transform of real numbers to those that a constraint allows."""
     for registry in (biject_to, transform_to):
-        try:
+        with suppress(NotImplementedError):
             return registry(limit)
-        except NotImplementedError:
-            continue
     raise ValueError(f"limits: expected what real numbers can be mapped to for {name}, got {limit}")

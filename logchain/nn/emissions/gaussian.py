@@ -135,20 +135,11 @@ class Gaussian(Emission):
         self._parameter.zero_()
 
     @torch.no_grad()
-    def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
     ) -> None:
-        """Set the means to observations far from each other, the variances to those of all data, with the prior.
-
-        Raises:
-            ValueError: all observations of a variable or feature are equal, and there is no prior.
-        """
-        start = seeds(self, data, observed, generator)
+        """Set the means to observations far from each other, the variances to those of all data, with the prior."""
+        start = seeds(self, data, known, generator)
         squares, counts = start.variance * start.counts, start.counts
         if self.has_matrices:
             squares, counts = squares.diag_embed(), counts[..., None]
@@ -223,7 +214,7 @@ class Gaussian(Emission):
         if not self.has_matrices:
             return (-2 * self._log_scales()).exp()
         identity = torch.eye(*self.event, dtype=torch.float64, device=self.factors.device)
-        whiten = torch.linalg.solve_triangular(cholesky_of(self.factors), identity, upper=False)
+        whiten: Tensor = torch.linalg.solve_triangular(cholesky_of(self.factors), identity, upper=False)
         return whiten.mT @ whiten
 
     def _means(self) -> Tensor:
@@ -244,7 +235,7 @@ class Gaussian(Emission):
 
     def _times(self, precisions: Tensor, values: Tensor) -> Tensor:
         """Precisions times values `[*U, c, d]`."""
-        return (precisions @ values[..., None])[..., 0] if self.has_matrices else precisions * values
+        return precisions.matmul(values[..., None]).squeeze(-1) if self.has_matrices else precisions * values
 
     def _of_event(self, values: Tensor) -> Tensor:
         """Values of features, summed over those of a vector if they have one matrix."""
@@ -384,8 +375,8 @@ class Gaussian(Emission):
         counts, sums, squares = statistics.split((1, d, d * d) if self.has_matrices else (d, d, d), -1)
         # numbers of observations in a shape that broadcasts to the covariances
         total, squares = (counts[..., None], squares.unflatten(-1, (d, d))) if self.has_matrices else (counts, squares)
-        number, scale, center, before = self._pooled(total), 0.0, self._center()[..., None, :], self._means()
-        weight = total
+        center, before = self._center()[..., None, :], self._means()
+        number, scale, weight = self._pooled(total), total.new_zeros(()), total
         if self.prior is not None:
             # a prior of means is a number of observations at its place
             scale, of_prior, place, count = self._prior(self.prior)
