@@ -163,8 +163,8 @@ class Gaussian(Emission):
                 likewise. Those that are shared, spherical by all features or tied by all units, have to be the same.
 
         Raises:
-            ValueError: a mean is not finite, a variance not positive, a covariance not positive definite, or what is
-                shared is not the same.
+            ValueError: a mean is not finite, a variance not positive, a covariance singular but for rounding, or
+                what is shared is not the same.
         """
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():

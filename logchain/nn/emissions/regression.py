@@ -86,7 +86,7 @@ class LinearGaussian(Emission):
         """Set W `[c, d, k]`, b `[c, d]` and S `[c, d, d]`, or what broadcasts to these shapes.
 
         Raises:
-            ValueError: a covariance is not positive definite, or not diagonal although it should be.
+            ValueError: a covariance is singular but for rounding, or not diagonal although it should be.
         """
         covariance = broadcast("covariance", covariance, self.factors.shape)
         factors, positive = factors_of(covariance)
