@@ -69,7 +69,8 @@ class Distribution(Emission):
             raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
         check_prior("spread", spread, ())
         if unknown := (limits or {}).keys() - initial.keys():
-            raise ValueError(f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(unknown)}")
+            expected = f"names of parameters, {', '.join(initial)}"
+            raise ValueError(f"limits: expected {expected}, got {', '.join(sorted(unknown))}")
         declared = getattr(family, "arg_constraints", {}) if limits is None else limits
         declared = declared if isinstance(declared, Mapping) else {}
         values: dict[str, Any] = _unset(family, declared, initial) | initial
