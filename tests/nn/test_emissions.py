@@ -57,16 +57,6 @@ def test_missing_entries_are_summed_out(name):
     assert torch.equal(layer(poisoned, observed | ~first), found)
 
 
-@pytest.mark.parametrize("name", ["gaussian-diag", "gaussian-spherical"])
-def test_features_of_a_factorized_vector_may_be_missing(name):
-    layer, data = drawn(name, (4, 2), dtype=F64)
-    known = torch.rand(data.shape, generator=seeded(3)) < 0.5
-    normal = scipy.stats.norm(array(layer.means), np.exp(array(layer.log_scales)))
-    expected = np.where(known.numpy()[..., None, :], normal.logpdf(data.numpy()[..., None, :]), 0).sum(-1)
-    np.testing.assert_allclose(array(layer(data, known)), expected, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(array(layer(data.where(known, torch.nan))), expected, rtol=1e-12, atol=1e-12)
-
-
 @ALL
 def test_gradients_of_first_and_second_order_and_of_each_observation(name):
     layer, data = drawn(name, (2, 2), (3,), F64)

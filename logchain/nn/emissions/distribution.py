@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -159,8 +160,6 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
 def _transform(name: str, limit: Any) -> Any:
     """The transform of real numbers to those that a constraint allows."""
     for registry in (biject_to, transform_to):
-        try:
+        with suppress(NotImplementedError):
             return registry(limit)
-        except NotImplementedError:
-            continue
     raise ValueError(f"limits: expected what real numbers can be mapped to for {name}, got {limit}")

@@ -178,11 +178,27 @@ class Emission(torch.nn.Module):
         >>> heights.initialize(torch.tensor([1.0, 1.0, 5.0]))
         >>> heights.means.detach().sort().values
         tensor([1., 5.])
+
+        Raises:
+            ValueError: a variable or feature is never observed; for `Gaussian`, all observations of one are equal, and
+                there is no prior.
         """
+        self.start(*self.known(data, observed), generator, **covariates)
+
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+    ) -> None:
+        """`initialize` for data and mask of `known`."""
         self.reset_parameters(generator)
-        weights = cluster_weights(self, data, observed, generator)
+        self.fit_clusters(data, known, generator, **covariates)
+
+    def fit_clusters(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+    ) -> None:
+        """Fit each unit mostly to the observations that are nearest to one of them."""
+        weights = cluster_weights(self, data, known, generator)
         # most of the way, so that no probability becomes 0 because the data lack a value
-        em_step(self, [lambda: (weights * self(data, observed, **covariates)).sum()], 0.9)
+        em_step(self, [lambda: (weights * self(data, known, **covariates)).sum()], 0.9)
 
     def log_prior(self) -> Tensor:
         """The logarithm of the prior density of the parameters, without its normalizing constant: a float64 scalar."""

@@ -24,12 +24,26 @@ ROUNDING = 2.0**-46
 _HALF_LOG_2_PI = math.log(2 * math.pi) / 2
 
 
+def cholesky_of(factors: Tensor) -> Tensor:
+    """The Cholesky factors in float64 of parameters, which have the logarithms of the diagonals."""
+    factors = factors.double()
+    return factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
+
+
+def factors_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """The parameters of Cholesky factors, and the rows `[..., d]` that are, but for rounding, independent of others."""
+    cholesky, failed = torch.linalg.cholesky_ex(matrices)
+    diagonal = cholesky.diagonal(dim1=-2, dim2=-1)
+    independent = diagonal.square() > ROUNDING * matrices.diagonal(dim1=-2, dim2=-1)
+    return cholesky.tril(-1) + diagonal.log().diag_embed(), independent & (failed == 0)[..., None]
+
+
 class Finite(Constraint):
     """Finite numbers."""
 
     def check(self, value: Tensor) -> Tensor:
-        """Whether numbers are finite."""
-        return value.isfinite()
+        """Whether numbers are finite: two operations where `isfinite` takes four."""
+        return value.abs() < torch.inf
 
 
 class Gaussian(Emission):
@@ -97,53 +111,47 @@ class Gaussian(Emission):
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
         spread = torch.nn.Parameter(torch.empty(*units, *event))
         self.register_parameter("factors" if self.has_matrices else "log_scales", spread)
-        self._prior()
+        if prior is not None:
+            self._prior(prior)
         first_draw(self, generator)
 
     @property
     def variances(self) -> Tensor:
         """The variances `[*U, c]` or `[*U, c, d]`, without gradients."""
-        return self._diagonal(self._spread()).reshape(self.means.shape).detach().to(self.dtype)
+        variances = self._diagonal(self._spread().detach().to(self.dtype))
+        return (variances if self.event else variances[..., 0]).expand(self.means.shape)
 
     @property
     def covariances(self) -> Tensor:
         """The covariances `[*U, c, d, d]`, without gradients; d is 1 for numbers."""
-        spread = self._spread().detach().to(self.dtype)
-        return spread if self.has_matrices else spread.diag_embed()
+        if not self.has_matrices:
+            return self.variances.reshape(*self.units, -1).diag_embed()
+        return self._spread().detach().to(self.dtype).expand(*self.units, -1, -1)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the means again, standard normal; the variances are 1."""
         self.means.normal_(generator=generator)
-        (self.factors if self.has_matrices else self.log_scales).zero_()
+        self._parameter.zero_()
 
     @torch.no_grad()
-    def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
     ) -> None:
-        """Set the means to observations far from each other, the variances to those of all data, with the prior.
-
-        Raises:
-            ValueError: all observations of a variable or feature are equal, and there is no prior.
-        """
-        start = seeds(self, data, observed, generator)
+        """Set the means to observations far from each other, the variances to those of all data, with the prior."""
+        start = seeds(self, data, known, generator)
         squares, counts = start.variance * start.counts, start.counts
         if self.has_matrices:
             squares, counts = squares.diag_embed(), counts[..., None]
-        scale, prior_count, *_ = self._prior()
-        squares = self._pooled(squares) + scale
-        constant = ~(self._diagonal(squares) > 0)
-        if bool(constant.any()):
-            raise ValueError(
-                "data: expected at least two different observations of every variable and feature, or a prior, got one"
-                f"{self._place(constant)[1]}"
-            )
-        self._store(start.places, squares / (self._pooled(counts) + prior_count))
+        squares, counts = self._pooled(squares), self._pooled(counts)
+        if self.prior is not None:
+            scale, number, *_ = self._prior(self.prior)
+            squares, counts = squares + scale, counts + number
+        if not bool((self._diagonal(squares) > 0).all()):
+            expected = "at least two different observations of every variable and feature, or a prior"
+            raise ValueError(f"data: expected {expected}, got one")
+        self.means.copy_(start.places.view_as(self.means))
+        self._store(squares / counts)
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
@@ -155,8 +163,8 @@ class Gaussian(Emission):
                 likewise. Those that are shared, spherical by all features or tied by all units, have to be the same.
 
         Raises:
-            ValueError: a mean is not finite, a variance not positive, a covariance not positive definite, or what is
-                shared is not the same.
+            ValueError: a mean is not finite, a variance not positive, a covariance singular but for rounding, or
+                what is shared is not the same.
         """
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
@@ -166,43 +174,48 @@ class Gaussian(Emission):
         if not covariance.isfinite().all():
             raise ValueError("covariance: expected finite numbers")
         covariance = covariance if self.event else covariance[..., None]
-        shared = self._shared(covariance)
+        shared = covariance if self._shared_axis is None else covariance.narrow(self._shared_axis, 0, 1)
         if not bool((covariance == shared).all()):
             alike = "features" if self.covariance == "spherical" else "units"
             raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
-        if bool((torch.linalg.cholesky_ex(shared).info > 0 if self.has_matrices else shared <= 0).any()):
+        if not bool(self._store(shared).all()):
             raise ValueError("covariance: expected positive variances, or positive definite matrices")
-        self._store(means, shared)
+        self.means.copy_(means)
 
-    def _store(self, means: Tensor, spread: Tensor, *, trained_only: bool = False) -> None:
-        """Set means and what is not shared of the variances or covariances."""
-        parameter = self.factors if self.has_matrices else self.log_scales
-        if self.means.requires_grad or not trained_only:
-            self.means.copy_(means.reshape(self.means.shape))
-        if not parameter.requires_grad and trained_only:
-            return
+    def _store(self, spread: Tensor) -> Tensor:
+        """Set variances or covariances if all are positive but for rounding, and return which rows `[..., d]` are."""
         if self.has_matrices:
-            factors = torch.linalg.cholesky(spread)
-            spread = factors.tril(-1) + self._diagonal(factors).log().diag_embed()
+            values, positive = factors_of(spread)
         else:
-            spread = spread.log() / 2
-        parameter.copy_(spread if self.event else spread[..., 0])
+            values = spread.log() / 2
+            positive = values.isfinite()
+        if bool(positive.all()):
+            self._parameter.copy_(values if self.event else values[..., 0])
+        return positive
 
-    def _spread(self) -> Tensor:
-        """Variances `[*U, c, d]` or covariances `[*U, c, d, d]` in float64, which holds squares of all of float32."""
-        if not self.has_matrices:
-            return (2 * self._log_scales()).exp()
-        factors = self._cholesky()
-        return (factors @ factors.mT).expand(*self.units, -1, -1)
+    @property
+    def _parameter(self) -> torch.nn.Parameter:
+        """The parameter of the covariances."""
+        return self.factors if self.has_matrices else self.log_scales
 
     def _log_scales(self) -> Tensor:
-        """The logarithms of standard deviations `[*U, c, d]`, in float64."""
-        return self.log_scales.double().expand(self.means.shape).reshape(*self.units, -1)
+        """Logarithms of standard deviations, or of the diagonals of factors, float64 `[*U, c, d]`; 1 if shared."""
+        return self._diagonal(self._parameter.double()).reshape(*self._parameter.shape[: len(self.units)], -1)
 
-    def _cholesky(self) -> Tensor:
-        """Cholesky factors `[*U, c, d, d]` (tied `[*U, 1, d, d]`) of the covariances, in float64."""
-        factors = self.factors.double()
-        return factors.tril(-1) + self._diagonal(factors).exp().diag_embed()
+    def _spread(self) -> Tensor:
+        """Variances `[*U, c, d]` or covariances `[*U, c, d, d]`, float64; axes that share have size 1."""
+        if not self.has_matrices:
+            return (2 * self._log_scales()).exp()
+        factors = cholesky_of(self.factors)
+        return factors @ factors.mT
+
+    def _precisions(self) -> Tensor:
+        """The inverses of `_spread`."""
+        if not self.has_matrices:
+            return (-2 * self._log_scales()).exp()
+        identity = torch.eye(*self.event, dtype=torch.float64, device=self.factors.device)
+        whiten: Tensor = torch.linalg.solve_triangular(cholesky_of(self.factors), identity, upper=False)
+        return whiten.mT @ whiten
 
     def _means(self) -> Tensor:
         """The means `[*U, c, d]` about the center, in float64."""
@@ -212,10 +225,6 @@ class Gaussian(Emission):
         """The mean `[*U, d]` of the units' means, about which statistics are taken so that they cancel less."""
         return self.means.detach().double().view(*self.units, -1).mean(-2)
 
-    def _shared(self, spread: Tensor) -> Tensor:
-        """The first of what is shared, of variances or covariances."""
-        return spread if self._shared_axis is None else spread.narrow(self._shared_axis, 0, 1)
-
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums added up over the features or units that share a variance or covariance."""
         return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
@@ -224,59 +233,50 @@ class Gaussian(Emission):
         """Products of each feature with itself or, for matrices, of all pairs of features."""
         return left[..., :, None] * right[..., None, :] if self.has_matrices else left * right
 
+    def _times(self, precisions: Tensor, values: Tensor) -> Tensor:
+        """Precisions times values `[*U, c, d]`."""
+        return precisions.matmul(values[..., None]).squeeze(-1) if self.has_matrices else precisions * values
+
+    def _of_event(self, values: Tensor) -> Tensor:
+        """Values of features, summed over those of a vector if they have one matrix."""
+        return values.sum(-1, keepdim=True) if self.has_matrices else values
+
     def _diagonal(self, spread: Tensor) -> Tensor:
         """The variances of variances, or of covariances."""
         return spread.diagonal(dim1=-2, dim2=-1) if self.has_matrices else spread
 
-    def _place(self, mask: Tensor) -> tuple[list[int], str]:
-        """The unit of the first entry of a mask `[*U, c(, d)]` that holds, and words for its feature."""
-        at = mask.nonzero()[0].tolist()
-        of_features = self.event and self.covariance != "spherical" and mask.dim() > len(self.units)
-        return at[: len(self.units)], f", feature {at[-1]}" if of_features else ""
-
-    def _prior(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _prior(self, prior: NormalInverseWishart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Scale and number of observations of each covariance, place and number of each mean `[*U, c, d or 1]`."""
-        spread = self.factors if self.has_matrices else self.log_scales
-        if self.prior is None:
-            zero = torch.zeros((), dtype=torch.float64, device=spread.device)
-            return zero, zero, zero, torch.zeros(*self.units, 1).to(zero)
-        scale = self.prior.scale
+        shape, units = self._parameter.shape, len(self.units)
+        scale = prior.scale
         if self.has_matrices and not scale.dim():
             scale = scale * torch.eye(*self.event).to(scale)
-        scale = broadcast("prior.scale", scale, spread.shape)
-        units = spread.shape[: len(self.units)] if self.has_matrices else spread.shape
-        dof = broadcast("prior.dof", self.prior.dof, units) + 1 + (self.event[0] if self.has_matrices else 1)
-        place = broadcast("prior.mean", self.prior.mean, self.means.shape).reshape(*self.units, -1)
-        count = broadcast("prior.mean_count", self.prior.mean_count, torch.Size(self.units))[..., None]
+        scale = broadcast("prior.scale", scale, shape)
+        dof = broadcast("prior.dof", prior.dof, shape[:units] if self.has_matrices else shape)
+        dof = dof + 1 + (self.event[0] if self.has_matrices else 1)
+        place = broadcast("prior.mean", prior.mean, self.means.shape).reshape(*self.units, -1)
+        count = broadcast("prior.mean_count", prior.mean_count, torch.Size(self.units))[..., None]
         if self.has_matrices:
             return scale, dof[..., None, None], place, count
-        return scale.reshape(*self.units, -1), dof.reshape(*self.units, -1), place, count
+        return scale.reshape(*shape[:units], -1), dof.reshape(*shape[:units], -1), place, count
 
     def log_prior(self) -> Tensor:
         """The logarithm of the prior density of means and covariances: see `Emission.log_prior`."""
         if self.prior is None:
             return super().log_prior()
-        scale, count, place, mean_count = self._prior()
+        scale, number, place, count = self._prior(self.prior)
+        precisions, logs = self._precisions(), self._of_event(self._log_scales())
         away = self.means.double().view(*self.units, -1) - place
-        if self.has_matrices:
-            factors = self._cholesky()
-            logs = 2 * self._diagonal(self.factors.double()).sum(-1, keepdim=True)[..., None]  # (*U, c or 1, 1, 1)
-            white = torch.linalg.solve_triangular(factors, away[..., None], upper=False)
-            squares = white.square().sum(-2, keepdim=True)
-            traces = torch.cholesky_solve(scale, factors).diagonal(dim1=-2, dim2=-1).sum()
-            mean_count = mean_count[..., None]
-        else:
-            logs = 2 * self._shared(self._log_scales())
-            squares = away.square() / self._spread()
-            traces = (scale / self._shared(self._spread())).sum()
-        of_means = torch.where(mean_count > 0, logs + mean_count * squares, 0.0)
-        return -((count * logs).sum() + traces + of_means.sum()) / 2
+        squares = self._of_event(away * self._times(precisions, away))
+        of_means = torch.where(count > 0, 2 * logs + count * squares, 0.0).sum()
+        of_covariances = 2 * number * (logs[..., None] if self.has_matrices else logs)
+        return -(of_covariances.sum() + (scale * precisions).sum() + of_means) / 2
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
         """The normal distributions in float64: see `Emission.distribution`."""
         means = self.means.double()[at]
         if self.has_matrices:
-            factors = self._cholesky().expand(*self.units, -1, -1)[at]
+            factors = cholesky_of(self.factors).expand(*self.units, -1, -1)[at]
             return MultivariateNormal(means, scale_tril=factors, validate_args=False)
         scales = self.log_scales.double().exp().expand_as(self.means)[at]
         normal = Normal(means, scales, validate_args=False)
@@ -290,34 +290,23 @@ class Gaussian(Emission):
             return log_density
         if not is_readable(known):
             return log_density.masked_fill((known.any(-1) & ~known.all(-1))[..., None], torch.nan)
-        at, values = [], []
+        flat = log_density.reshape(-1, self.units[-1])
+        at, values = [torch.zeros(0).long().to(flat.device)], [flat[:0]]
         for group, rows, pattern, factors, away in self._patterns(centered, known):
             white = torch.linalg.solve_triangular(factors, away.mT, upper=False)  # (c, d, m)
             logs = self._diagonal(factors).log().sum(-1, keepdim=True) + pattern.double().sum() * _HALF_LOG_2_PI
-            values.append((-logs - white.square().sum(1) / 2).mT)  # (m, c)
+            values.append((-logs - white.square().sum(1) / 2).mT.to(flat.dtype))  # (m, c)
             at.append(rows * math.prod(self.units[:-1]) + group)
-        if not at:
-            return log_density
-        flat = log_density.reshape(-1, self.units[-1])
-        return flat.index_put((torch.cat(at),), torch.cat(values).to(self.dtype)).view_as(log_density)
+        return flat.index_put((torch.cat(at),), torch.cat(values)).view_as(log_density)
 
     def _natural(self) -> Tensor:
         """The natural parameters, float64 `[*U, c, f]`."""
-        means = self._means()
-        if not self.has_matrices:
-            log_scales = self._log_scales()
-            precisions = (-2 * log_scales).exp()
-            first = -log_scales - _HALF_LOG_2_PI - precisions * means.square() / 2
-            return torch.cat((first, precisions * means, -precisions / 2), -1)
-        (d,) = self.event
-        identity = torch.eye(d, dtype=means.dtype, device=means.device)
-        whiten = torch.linalg.solve_triangular(self._cholesky(), identity, upper=False)
-        precisions = whiten.mT @ whiten
-        linear = (precisions @ means[..., None])[..., 0]
-        logs = self._diagonal(self.factors.double()).sum(-1)
-        first = -logs - d * _HALF_LOG_2_PI - (linear * means).sum(-1) / 2
-        squares = (-precisions.flatten(-2) / 2).expand(*self.units, d * d)
-        return torch.cat((first[..., None], linear, squares), -1)
+        means, precisions = self._means(), self._precisions()
+        linear = self._times(precisions, means)
+        first = self._of_event(-self._log_scales() - _HALF_LOG_2_PI - linear * means / 2)
+        size = means.shape[-1] ** (2 if self.has_matrices else 1)
+        squares = (-precisions / 2).flatten(len(self.units)).expand(*self.units, size)
+        return torch.cat((first, linear, squares), -1)
 
     def _features(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, d]`.
@@ -332,11 +321,11 @@ class Gaussian(Emission):
         known = None if known is None else known.expand_as(centered)
         counts, values = torch.ones_like(centered), centered
         if known is not None:
-            used = known.all(-1, keepdim=True) if self.has_matrices else known
-            values, counts = centered.masked_fill(~used, 0.0), used.double().expand_as(centered)
-        if not self.has_matrices:
-            return torch.cat((counts, values, values * values), -1), centered, known
-        return torch.cat((counts[..., :1], values, self._products(values, values).flatten(-2)), -1), centered, known
+            used = (known.all(-1, keepdim=True) if self.has_matrices else known).expand_as(centered)
+            values, counts = centered.masked_fill(~used, 0.0), used.double()
+        if self.has_matrices:
+            counts = counts[..., :1]
+        return torch.cat((counts, values, self._products(values, values).flatten(data.dim() - 1)), -1), centered, known
 
     def _patterns(self, centered: Tensor, known: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
         """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
@@ -346,7 +335,7 @@ class Gaussian(Emission):
         """
         c, d = self.units[-1], self.event[0]
         centered, known = by_group(centered, self.units), groups_of(known, self.units)
-        means, spread = self._means().view(-1, c, d), self._spread().reshape(-1, c, d, d)
+        means, spread = self._means().view(-1, c, d), self._spread().expand(*self.units, d, d).reshape(-1, c, d, d)
         for group, masks in enumerate(known):
             for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
                 rows = (masks == pattern).all(-1).nonzero()[:, 0]
@@ -362,18 +351,17 @@ class Gaussian(Emission):
         if not self.has_matrices or known is None or not is_readable(known):
             return statistics
         c, d = self.units[-1], self.event[0]
-        flows, means, spread = groups_of(flow.double(), self.units), self._means(), self._spread()
-        by_unit = statistics.view(-1, c, statistics.shape[-1])
+        flows, by_unit = groups_of(flow.double(), self.units), statistics.view(-1, c, statistics.shape[-1])
+        means, spread = self._means().view(-1, c, d), self._spread().expand(*self.units, d, d).reshape(-1, c, d, d)
         for group, rows, pattern, factors, away in self._patterns(centered, known):
-            covariance, weights = spread.reshape(-1, c, d, d)[group], flows[group, rows].mT  # (c, m)
+            covariance, weights = spread[group], flows[group, rows].mT[..., None]  # (c, m, 1)
             inside = pattern[:, None] & pattern
             gain = covariance @ torch.cholesky_inverse(factors).masked_fill(~inside, 0.0)
-            values = means.view(-1, c, d)[group][:, None] + torch.where(pattern, away, away @ gain.mT)
+            values = means[group][:, None] + torch.where(pattern, away, away @ gain.mT)
             rest = (covariance - gain @ covariance).masked_fill(pattern[:, None] | pattern, 0.0)
-            counts = weights.sum(-1, keepdim=True)
-            products = (weights[..., None] * values).mT @ values + counts[..., None] * rest
-            sums = (weights[..., None] * values).sum(1)
-            by_unit[group] += torch.cat((counts, sums, products.flatten(-2)), -1)
+            counts, weighed = weights.sum(1), weights * values
+            products = weighed.mT @ values + counts[..., None] * rest
+            by_unit[group] += torch.cat((counts, weighed.sum(1), products.flatten(-2)), -1)
         return statistics
 
     @torch.no_grad()
@@ -387,51 +375,51 @@ class Gaussian(Emission):
         counts, sums, squares = statistics.split((1, d, d * d) if self.has_matrices else (d, d, d), -1)
         # numbers of observations in a shape that broadcasts to the covariances
         total, squares = (counts[..., None], squares.unflatten(-1, (d, d))) if self.has_matrices else (counts, squares)
-        scale, prior_count, place, mean_count = self._prior()
         center, before = self._center()[..., None, :], self._means()
-        average, place = torch.where(counts > 0, sums / counts, 0.0), place - center
-        within = squares - self._products(sums, average)
+        number, scale, weight = self._pooled(total), total.new_zeros(()), total
+        if self.prior is not None:
+            # a prior of means is a number of observations at its place
+            scale, of_prior, place, count = self._prior(self.prior)
+            place, of_place = place - center, count[..., None] if self.has_matrices else count.expand_as(sums)
+            number = number + of_prior + self._pooled((of_place > 0).double())
+            counts, weight, sums = counts + count, total + of_place, sums + count * place
+            squares = squares + of_place * self._products(place, place)
+        average = torch.where(counts > 0, sums / counts, before)
+        means, old = average if self.means.requires_grad else before, self._spread()
+        scatter = squares - self._products(sums, average)
         # features whose observations differ by no more than rounding have variance 0
-        varies = self._diagonal(within) > ROUNDING * self._diagonal(squares)
-        within = torch.where(self._products(varies, varies), within, 0.0)
-        means = torch.where(counts + mean_count > 0, (sums + mean_count * place) / (counts + mean_count), before)
-        means = means if self.means.requires_grad else before
-        mean_counts = mean_count[..., None] if self.has_matrices else mean_count.expand_as(means)
-        scatter = within + total * self._products(means - average, means - average)
-        scatter = scatter + mean_counts * self._products(means - place, means - place)
-        number = self._pooled(total) + prior_count + self._pooled((mean_counts > 0).double())
-        old = self._shared(self._spread())
-        covariance = torch.lerp(old, (self._pooled(scatter) + scale) / number, step)
-        # moments move linearly: the covariance of the mixture of both Gaussians, means apart included
-        moves = self._pooled(total * self._products(means - before, means - before)) / number
-        covariance = torch.where(number > 0, covariance + step * (1 - step) * moves, old)
-        if (self.factors if self.has_matrices else self.log_scales).requires_grad:
-            self._refuse_singular(covariance)
-        self._store(torch.lerp(before, means, step) + center, covariance, trained_only=True)
+        varies = self._diagonal(scatter) > ROUNDING * self._diagonal(squares)
+        scatter = torch.where(self._products(varies, varies), scatter, 0.0)
+        if means is before:
+            scatter = scatter + weight * self._products(before - average, before - average)
+        covariance = (self._pooled(scatter) + scale) / number
+        if step < 1:
+            # moments move linearly: the covariance of the mixture of both Gaussians, means apart included
+            apart = self._pooled(total * self._products(means - before, means - before)) / number
+            means, covariance = torch.lerp(before, means, step), torch.lerp(old, covariance, step)
+            covariance = covariance + step * (1 - step) * apart
+        if self._parameter.requires_grad:
+            positive = self._store(torch.where(number > 0, covariance, old))
+            if not bool(positive.all()):
+                raise ValueError(self._singular(positive))
+        if self.means.requires_grad:
+            self.means.copy_((means + center).view_as(self.means))
 
-    def _refuse_singular(self, covariance: Tensor) -> None:
-        """Raise an error for a unit whose covariance is singular but for rounding."""
-        positive = (covariance > 0) & covariance.isfinite()
-        if self.has_matrices:
-            factors, info = torch.linalg.cholesky_ex(covariance)
-            left = self._diagonal(factors).square()
-            positive = (left > ROUNDING * self._diagonal(covariance)) & (info == 0)[..., None]
-        if bool(positive.all()):
-            return
-        unit, feature = self._place(~positive.all(-1) if self.has_matrices else ~positive)
-        which = f"unit {unit}{feature}"
-        if self.covariance == "tied":
-            which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
-        raise ValueError(
-            f"maximize: expected positive variances, got 0 for {which}, on too few observations: pass "
-            "prior=NormalInverseWishart(scale, dof) to the Gaussian, or have fewer units"
+    def _singular(self, positive: Tensor) -> str:
+        """An error message for variances `[*U, c, d]`, where axes that share have size 1, that are not all positive."""
+        *unit, feature = (~positive).nonzero()[0].tolist()
+        which = (
+            f"unit {unit}" if self.covariance != "tied" else f"the units of {unit[:-1]}" if unit[1:] else "the units"
         )
+        which += f", feature {feature}" if self.event and self.covariance != "spherical" else ""
+        remedy = "pass prior=NormalInverseWishart(scale, dof) to the Gaussian, or have fewer units"
+        return f"maximize: expected positive variances, got 0 for {which}, on too few observations: {remedy}"
 
     def num_parameters(self) -> int:
         """The number of trained means, and of trained variances or entries of covariances' lower triangles."""
-        spread = self.factors if self.has_matrices else self.log_scales
-        entries = torch.ones_like(spread).tril().sum() if self.has_matrices else spread.numel()
-        return self.means.requires_grad * self.means.numel() + spread.requires_grad * int(entries)
+        spread = torch.ones_like(self._parameter)
+        entries = int((spread.tril() if self.has_matrices else spread).sum())
+        return self.means.requires_grad * self.means.numel() + self._parameter.requires_grad * entries
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""

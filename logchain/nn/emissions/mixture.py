@@ -50,16 +50,11 @@ class Mixture(Emission):
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
-    def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
     ) -> None:
         """Initialize the components of each unit as their layer does, and draw the weights again."""
-        self.layer.initialize(*self._of_layer(*self.known(data, observed)), generator=generator)
+        self.layer.initialize(*self._of_layer(data, known), generator=generator)
         self.weights.reset_parameters(generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:

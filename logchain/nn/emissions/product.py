@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..em import em_step
 from .emission import Emission
-from .starts import cluster_weights
 
 
 class Product(Emission):
@@ -57,20 +55,13 @@ class Product(Emission):
         for family in self.families:
             family.reset_parameters(generator)
 
-    def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
     ) -> None:
         """Initialize all families, by clusters of whole vectors."""
-        filled, known = self.known(data, observed)
-        for family, part, mask in self._parts(filled, known):
+        for family, part, mask in self._parts(data, known):
             family.initialize(part, mask, generator=generator)
-        weights = cluster_weights(self, data, observed, generator)
-        em_step(self, [lambda: (weights * self(data, observed)).sum()], 0.9)
+        self.fit_clusters(data, known, generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
@@ -92,13 +83,13 @@ class Product(Emission):
 
     def _parts(self, data: Tensor, known: Tensor | None) -> list[tuple[Any, Tensor, Any]]:
         """Each family, with its columns of data and mask."""
-        columns = [list(values.split(self.sizes, -1)) for values in (data, known) if values is not None]
-        for values in columns:
-            values[:] = [
-                value if family.event else value[..., 0] for family, value in zip(self.families, values, strict=True)
-            ]
-        masks = columns[1] if known is not None else [None] * len(self.sizes)
-        return list(zip(self.families, columns[0], masks, strict=True))
+        masks = [None] * len(self.sizes) if known is None else self._columns(known)
+        return list(zip(self.families, self._columns(data), masks, strict=True))
+
+    def _columns(self, values: Tensor) -> list[Tensor]:
+        """The columns of each family, `[..., *U]` or `[..., *U, d]`."""
+        parts = zip(self.families, values.split(self.sizes, -1), strict=True)
+        return [part if family.event else part[..., 0] for family, part in parts]
 
     def _joined(self, columns: list[Tensor]) -> Tensor:
         """Columns of all families as one vector."""

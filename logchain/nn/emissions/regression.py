@@ -8,7 +8,7 @@ from ...arguments import check_choice, check_is_tensor
 from ..checks import check_count
 from ..parameters import broadcast, first_draw
 from .emission import Emission
-from .gaussian import ROUNDING, Finite
+from .gaussian import Finite, cholesky_of, factors_of
 
 
 class LinearGaussian(Emission):
@@ -86,18 +86,18 @@ class LinearGaussian(Emission):
         """Set W `[c, d, k]`, b `[c, d]` and S `[c, d, d]`, or what broadcasts to these shapes.
 
         Raises:
-            ValueError: a covariance is not positive definite, or not diagonal although it should be.
+            ValueError: a covariance is singular but for rounding, or not diagonal although it should be.
         """
         covariance = broadcast("covariance", covariance, self.factors.shape)
-        factors, failed = torch.linalg.cholesky_ex(covariance)
-        if bool(failed.any()) or not bool(covariance.isfinite().all()):
+        factors, positive = factors_of(covariance)
+        if not bool(positive.all()):
             raise ValueError("covariance: expected positive definite matrices")
         if self.covariance == "diag" and bool(covariance.tril(-1).any()):
             raise ValueError('covariance: expected diagonal matrices with covariance="diag"')
         self.weights.copy_(broadcast("weights", weights, self.weights.shape))
         if self.bias is not None and bias is not None:
             self.bias.copy_(broadcast("bias", bias, self.bias.shape))
-        self.factors.copy_(factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).log().diag_embed())
+        self.factors.copy_(factors)
 
     def distribution(self, at: tuple[Tensor, ...] = (), covariates: Tensor | None = None) -> Distribution:
         """The normal distributions, of batch shape `[..., c]` for covariates `[..., k]`, or of states `[...]`."""
@@ -145,16 +145,14 @@ class LinearGaussian(Emission):
         change = change[:, torch.cat((free, free.new_ones(d)))]
         count = statistics[:, k, k, None, None]
         products = torch.where(count > 0, change @ statistics @ change.mT, torch.eye(change.shape[1]).to(statistics))
-        factors, failed = torch.linalg.cholesky_ex(products)
-        left = factors.diagonal(dim1=-2, dim2=-1).square()
-        singular = ~(left > ROUNDING * products.diagonal(dim1=-2, dim2=-1)).all(-1) | (failed > 0)
-        if bool(singular.any()):
+        factors, independent = factors_of(products)
+        if not bool(independent.all()):
             raise ValueError(
                 f"maximize: expected linearly independent covariates that do not fit the data exactly, got others "
-                f"for unit {int(singular.nonzero()[0])}: have fewer covariates, fewer units or more data"
+                f"for unit {int((~independent).nonzero()[0, 0])}: have fewer covariates, fewer units or more data"
             )
         # the factor of the products holds the coefficients and the factor of the residuals' scatter
-        q = factors.shape[-1] - d
+        factors, q = cholesky_of(factors), factors.shape[-1] - d
         after = before.clone()
         after[..., free] = torch.linalg.solve_triangular(
             factors[:, :q, :q], factors[:, q:, :q], upper=False, left=False
@@ -190,9 +188,8 @@ class LinearGaussian(Emission):
 
     def _cholesky(self) -> Tensor:
         """The Cholesky factors `[c, d, d]` of the covariances, in float64."""
-        factors, diagonal = self.factors.double(), self.factors.double().diagonal(dim1=-2, dim2=-1)
-        lower = factors.tril(-1) if self.covariance == "full" else torch.zeros_like(factors)
-        return lower + diagonal.exp().diag_embed()
+        factors = cholesky_of(self.factors)
+        return factors if self.covariance == "full" else factors.diagonal(dim1=-2, dim2=-1).diag_embed()
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
