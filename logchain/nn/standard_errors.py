@@ -59,9 +59,10 @@ def standard_errors(
         values = trained if of is None else of(model)
     hessian = _jacobian(gradient, parameters)
     gradient, gauges = gradient.detach(), _gauges(model, trained)
-    flat = ((hessian == 0).all(-1) & (gauges.diagonal() == 0)).double().diag()
-    # directions in which nothing can change get some curvature; quantities depend on none, or have infinite errors
     size = hessian.diagonal().abs().mean()
+    # directions in which nothing changes, such as logits of probabilities that are 0 but for rounding, get some
+    # curvature; quantities depend on none, or have infinite errors
+    flat = (hessian.abs() <= size * 2.0**-52).all(-1).double().diag()
     factor, failed = torch.linalg.cholesky_ex(size * (gauges + flat) - hessian)
     if failed or (factor.diagonal().square() <= 1e-10 * hessian.diagonal().abs()).any():
         raise ValueError("model: expected a maximum of the log-posterior, which is flat or curves up here; fit further")

@@ -438,6 +438,15 @@ def test_standard_errors_equal_closed_forms():
         standard_errors(hidden, data.mT)
 
 
+def test_standard_errors_where_the_first_state_is_certain():
+    hmm, data = HMM(2, "gaussian", generator=seeded()).double(), blocks(200, 20, of=3.0)
+    hmm.fit(data, generator=seeded(), tolerance=1e-12, max_iterations=5000)
+    assert hmm.initial_probabilities.min() < 1e-20
+    found = standard_errors(hmm, data, lambda hmm: hmm.emission.means)
+    hmm.initial.requires_grad_(False)
+    close(found, array(standard_errors(hmm, data, lambda hmm: hmm.emission.means)), atol=1e-12)
+
+
 def test_standard_errors_of_hidden_states_equal_finite_differences():
     hmm, data = HMM(2, "gaussian", generator=seeded()).double(), blocks(200, 20, of=3.0)
     hmm.initial.requires_grad_(False)
