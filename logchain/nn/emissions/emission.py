@@ -113,7 +113,7 @@ class Emission(torch.nn.Module):
         if is_readable(allowed) and not bool(allowed.any(-1).all()):
             raise ValueError(f"data: expected {support}, got something else")
         # some families, such as Pareto, evaluate their formula outside their support, too
-        return distribution.log_prob(data).masked_fill(~allowed, -torch.inf)
+        return distribution.log_prob(data).to(self.dtype).masked_fill(~allowed, -torch.inf)
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data with fillers where nothing is observed, and a mask of their shape, None if everything is observed."""
