@@ -30,7 +30,8 @@ def check(
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
     `logchain.product`. Values after a sequence's end, and matrices into the first rows of concatenated sequences, are
     not checked. With `normalized=True`, as for a hidden Markov model, `p0` and every row of `bulk` (`[from, to]`) have
-    to sum to 1 in float64, but for 1e-5. In half precision they may be off by the dtype's eps, logarithms by 8 eps.
+    to sum to 1 in float64, but for 1e-5. In half precision they may be off by the dtype's eps (logarithms: 8 eps)
+    for each parameter of `bulk`, of which a matrix has one and a structure such as `Kronecker` several.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -74,7 +75,7 @@ def _warn_of_likely_mistakes(x: Tensor, bulk: Tensor | Transition, p0: Tensor, l
 def _check_sums(chain: Chain, transition: Transition, p0: Tensor, log_params: bool) -> None:
     """Raise ValueError if `p0`, or a row of a matrix that is read, does not sum to 1."""
     semiring = LOG if log_params else LINEAR
-    eps = torch.finfo(transition.dtype).eps * (8 if log_params else 1)
+    eps = torch.finfo(transition.dtype).eps * (8 if log_params else 1) * len(transition.parameters)
     transition, p0 = transition.map(Tensor.double), p0.double()
     ones = p0.new_full((*transition.lead, 1, transition.states), semiring.one, dtype=transition.dtype)
     rows, columns = (matrices.apply(ones, semiring)[..., 0, :] for matrices in (transition.mT, transition))

@@ -216,7 +216,8 @@ class Emission(torch.nn.Module):
     def maximize(self, statistics: Any, step: float = 1.0) -> None:
         """Maximize the expected log-likelihood and the prior over the trained parameters, or move `step` of the way.
 
-        By default up to 20 iterations of L-BFGS from the present parameters. Units that are not used keep theirs.
+        By default up to 20 iterations of L-BFGS, in float32 at least, from the present parameters. Units that are not
+        used keep theirs.
         """
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         before = [parameter.clone() for parameter in parameters]
