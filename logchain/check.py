@@ -30,7 +30,8 @@ def check(
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
     `logchain.product`. Values after a sequence's end, and matrices into the first rows of concatenated sequences, are
     not checked. With `normalized=True`, as for a hidden Markov model, `p0` and every row of `bulk` (`[from, to]`) have
-    to sum to 1, but for 1e-5, or for rounding in half precision.
+    to sum to 1 in float64, but for 1e-5. In half precision they may be off by the dtype's eps (logarithms: 8 eps)
+    for each parameter of `bulk`, of which a matrix has one and a structure such as `Kronecker` several.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -41,7 +42,8 @@ def check(
         UserWarning: `bulk` has a matrix for each step but may have been meant to have one for each sequence, or has
             probabilities where `log_params=True` says logarithms.
 
-    Cost: four passes over the operands, a few steps at a time, which wait for a GPU.
+    Cost: four passes over the operands, a few steps at a time, which wait for a GPU. `normalized=True` takes a copy of
+    `bulk` in float64.
 
     >>> check(torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, -0.8]]]), torch.ones(2))
     Traceback (most recent call last):
@@ -66,28 +68,30 @@ def _warn_of_likely_mistakes(x: Tensor, bulk: Tensor | Transition, p0: Tensor, l
     if isinstance(bulk, Tensor) and bulk.dim() == 3 and v > 2 and x.shape[:-2] == (v - 1,) == bulk.shape[:1]:
         text = f"bulk: {list(bulk.shape)} looks like a matrix for each sequence, and is read as one for each step"
         warn(f"{text}; pass bulk[:, None] if it is the former, bulk[None] if the latter", stacklevel=3)
-    if log_params and bool((p0 >= 0).all() and _is_one(p0.sum(-1)).all()):
+    if log_params and bool((p0 >= 0).all() and _is_one(p0.double().sum(-1), torch.finfo(p0.dtype).eps).all()):
         warn("p0: looks like probabilities, and is read as logarithms; pass log_params=False", stacklevel=3)
 
 
 def _check_sums(chain: Chain, transition: Transition, p0: Tensor, log_params: bool) -> None:
     """Raise ValueError if `p0`, or a row of a matrix that is read, does not sum to 1."""
     semiring = LOG if log_params else LINEAR
+    eps = torch.finfo(transition.dtype).eps * (8 if log_params else 1) * len(transition.parameters)
+    transition, p0 = transition.map(Tensor.double), p0.double()
     ones = p0.new_full((*transition.lead, 1, transition.states), semiring.one, dtype=transition.dtype)
     rows, columns = (matrices.apply(ones, semiring)[..., 0, :] for matrices in (transition.mT, transition))
     for mask in chain.reads():
         rows = rows if mask is None else rows.where(mask[..., None], semiring.one)
-    of_columns = bool(_is_one(columns.exp() if log_params else columns).all())
+    of_columns = bool(_is_one(columns.exp() if log_params else columns, eps).all())
     remedy = "; columns do: pass bulk.mT, with rows [from, to]" if of_columns else ""
     for name, sums, text in (("p0", semiring.sum(p0, -1), ""), ("bulk", rows, remedy)):
         sums = sums.exp() if log_params else sums
-        unequal = ~_is_one(sums)
+        unequal = ~_is_one(sums, eps)
         if bool(unequal.any()):
             place = unequal.nonzero()[0].tolist()
             at = f" at {place}" if place else ""
             raise ValueError(f"{name}: expected sums of 1, got {sums[tuple(place)].item():g}{at}{text}")
 
 
-def _is_one(sums: Tensor) -> Tensor:
-    """Whether sums are 1, but for rounding of numbers in half precision, or 1e-5."""
-    return (sums.double() - 1).abs() <= max(1e-5, 8 * torch.finfo(sums.dtype).eps)
+def _is_one(sums: Tensor, rounding: float) -> Tensor:
+    """Whether sums are 1, but for 1e-5 or for rounding."""
+    return (sums - 1).abs() <= max(1e-5, rounding)

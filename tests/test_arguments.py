@@ -155,6 +155,26 @@ def test_normalized_matrices_pass_and_transposed_ones_are_named(log):
         logchain.check(x, transitions.Banded(convert(ones(2, 3)), [0, 1]), convert(start), **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("log", [False, True])
+def test_sums_in_half_precision_are_1_but_for_rounding_of_the_entries(dtype, log):
+    rows = torch.rand(1, 300, 300, generator=seeded(), dtype=torch.float64)
+    rows /= rows.sum(-1, keepdim=True)
+    convert = torch.log if log else torch.clone
+    x, start, options = zeros(3, 300), convert(rows[0, 0]).to(dtype), {"log_params": log, "normalized": True}
+    logchain.check(x, convert(rows).to(dtype), start, **options)
+    error = (10 if log else 1.4) * torch.finfo(dtype).eps
+    with pytest.raises(ValueError, match=r"^bulk: expected sums of 1, got 1\.0"):
+        logchain.check(x, convert(rows * (1 + error)).to(dtype), start, **options)
+
+
+def test_sums_of_factors_in_half_precision_have_the_rounding_of_each():
+    factor = torch.full((1, 3, 3), 1 / 3).bfloat16()  # rows sum to 1 + 0.25 eps
+    kronecker = transitions.Kronecker(*[factor] * 6)
+    start = torch.full((3**6,), 3.0**-6).bfloat16()
+    logchain.check(zeros(2, 3**6), kronecker, start, normalized=True)
+
+
 def test_likely_mistakes_are_warned_of():
     x, start = zeros(3, 4, 2), torch.tensor([0.5, 0.5])
     with pytest.warns(UserWarning, match="^bulk: .* looks like a matrix for each sequence"):

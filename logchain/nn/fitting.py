@@ -335,9 +335,10 @@ def _divided(condition: object) -> bool:
 
 def _num_parameters(model: torch.nn.Module) -> int:
     """Free trained parameters: `num_parameters()` of the modules that have it, of their own parameters."""
-    total = 0
+    total, counted = 0, set[torch.nn.Parameter]()
     for part in model.modules():
-        if trained := [parameter for parameter in part.parameters(recurse=False) if parameter.requires_grad]:
+        if trained := [p for p in part.parameters(recurse=False) if p.requires_grad and p not in counted]:
+            counted.update(trained)
             of_part: Any = getattr(part, "num_parameters", None)
             total += sum(parameter.numel() for parameter in trained) if of_part is None else of_part()
     return total

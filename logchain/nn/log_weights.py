@@ -137,10 +137,15 @@ class LogWeights(torch.nn.Module):
         """Go the part `step` of the way, in probabilities, to normalized expected counts `[*shape]` with the prior's.
 
         Weights of which all counts are 0 stay.
+
+        Raises:
+            ValueError: a count is negative.
         """
         counts = statistics if self.prior is None else statistics + (self.prior.concentration - 1).to(statistics)
         counts = self._masked(counts, 0.0)
         total = self.totals(counts)
+        if bool((counts < 0).any()):
+            raise ValueError(f"statistics: expected non-negative counts with the prior's, got {counts.min().item():g}")
         shares, before = counts / total, self.normalized(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self._store(shares)

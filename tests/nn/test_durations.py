@@ -247,3 +247,8 @@ def test_packed_sequences_filter_and_forecast(right_censored):
 
 def padded_rows(values):
     return [value[:length] for value, length in zip(values, LENGTHS, strict=True)]
+
+
+def test_durations_of_a_family_with_sums_in_float64_have_the_dtype_of_its_parameters():
+    hmm = HMM(2, "gaussian", transition=Durations(2, 4, nn.Poisson(2)))
+    assert hmm.log_prob(torch.zeros(3, 6)).dtype == torch.float32

@@ -1,6 +1,7 @@
 """Expectation maximization: a step reaches the maximum of the expected log-likelihood; it never falls."""
 
 import copy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from logchain.nn import (
     Categorical,
     Dirichlet,
     Distribution,
+    Durations,
+    Emission,
     Gamma,
     Gaussian,
     LinearGaussian,
@@ -350,3 +353,54 @@ def test_product_of_families_is_fitted_and_sampled():
     agree = (hmm.decode(data).states == states).double().mean()
     assert max(agree, 1 - agree) > 0.9
     torch.testing.assert_close(counts.rates.sort().values, torch.tensor([2.0, 9.0], dtype=F64), rtol=0.2, atol=0)
+
+
+class Coins(Emission):
+    """Bernoulli observations, whose probabilities are a part inside."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.weights = LogWeights(2, 2, generator=seeded())
+
+    def reset_parameters(self, generator=None):
+        self.weights.reset_parameters(generator)
+
+    def distribution(self, at=()):
+        return torch.distributions.Bernoulli(self.weights()[:, 0].exp()[at], validate_args=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        ({"emission": "gaussian", "transition": Durations(3, 5, Binomial(3, 4, generator=seeded(3)))}, normal(4, 30)),
+        ({"emission": Coins()}, normal(4, 30).gt(0).double()),
+    ],
+    ids=["durations", "emission"],
+)
+def test_parts_inside_a_part_are_fitted_by_it_alone(options, data):
+    hmm = HMM(3 if "transition" in options else 2, **options, generator=seeded()).double()
+    values = [em_step(hmm, [lambda: hmm.log_prob(data).sum()]) for _ in range(5)]
+    assert all(after > before - 1e-6 for before, after in pairwise(values))
+
+
+def test_search_for_a_family_of_torch_stays_where_data_are_possible():
+    waits, data = Distribution("Pareto", 1, scale=0.5, alpha=2.0), 0.6 + torch.rand(20, generator=seeded())
+    before = waits(data).sum()
+    em_step(waits, [lambda: waits(data).sum()])
+    assert waits(data).sum() > before + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_step_in_half_precision_is_that_in_float32_rounded_once(dtype):
+    half, data = Distribution("StudentT", 3, df=4.0, generator=seeded()).to(dtype), 300 * normal(200).float()
+    single = copy.deepcopy(half).float()
+    for layer in (half, single):
+        em_step(layer, [lambda layer=layer: layer(data).logsumexp(-1).sum()])
+    for name, value in single.free.items():
+        assert torch.equal(half.free[name], value.to(dtype)) and value.isfinite().all()
+
+
+def test_negative_counts_are_refused():
+    weights = LogWeights(2)
+    with pytest.raises(ValueError, match=r"^statistics: expected non-negative counts .*, got -1$"):
+        weights.maximize(torch.tensor([3.0, -1.0]))

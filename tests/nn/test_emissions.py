@@ -9,7 +9,18 @@ import pytest
 import scipy.stats
 import torch
 
-from logchain.nn import Bernoulli, Binomial, Distribution, Gaussian, Mixture, Poisson
+from logchain.nn import (
+    HMM,
+    Bernoulli,
+    Binomial,
+    Distribution,
+    Gaussian,
+    LinearGaussian,
+    Mixture,
+    Poisson,
+    Product,
+    fit,
+)
 from tests.nn.emissions import CLOSED, COUNTS, F64, FAMILIES, array, drawn, seeded
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
@@ -203,3 +214,54 @@ def test_start_takes_a_mean_from_each_cluster():
         distance, near = torch.cdist(layer.means.detach(), centers).min(-1)
         assert sorted(near.tolist()) == [0, 1, 2, 3] and (distance < 1).all()
         torch.testing.assert_close(layer.variances[0], data.var(0, correction=0))
+
+
+def test_tensors_of_numbers_of_trials_are_buffers_in_the_order_of_the_states():
+    counts, shares = torch.tensor([3, 7]), torch.tensor([0.2, 0.6])
+    trials = Distribution("Binomial", 2, total_count=counts, probs=shares, spread=0)
+    assert torch.equal(trials.state_dict()["fixed.total_count"], counts)
+    assert trials.to("meta").distribution().total_count.is_meta
+    trials = Distribution("Binomial", 2, total_count=counts, probs=shares, spread=0)
+    draws = trials.draw(torch.tensor([1, 0]).expand(500, 2), seeded())
+    assert draws.amax(0).tolist() == [7, 3]
+    before = trials(torch.arange(8))
+    np.testing.assert_allclose(array(before.exp()), scipy.stats.binom(counts, shares).pmf(np.arange(8)[:, None]), 1e-5)
+    HMM(2, trials).sort_states(by=torch.tensor([1.0, 0.0]))
+    assert torch.equal(trials(torch.arange(8)), before.flip(-1))
+
+
+def test_regression_of_numbers_has_means_and_draws_of_numbers():
+    hmm, covariates = HMM(2, LinearGaussian(2, 1, generator=seeded())), torch.randn(5, 7, 1, generator=seeded())
+    data = hmm.sample(3, 7, covariates=covariates, generator=seeded()).data
+    assert data.shape == (3, 5, 7)
+    missing = data[0].masked_fill(torch.arange(7) == 3, torch.nan)
+    filled = hmm.impute(missing, covariates=covariates)
+    shares = hmm.posterior(missing, covariates=covariates).states
+    means = covariates @ hmm.emission.weights[..., 0].mT + hmm.emission.bias[:, 0]  # (5, 7, 2)
+    torch.testing.assert_close(filled, torch.where(missing.isnan(), (shares * means).sum(-1), missing))
+
+
+def test_parameters_without_effect_and_shared_ones_count_once():
+    normals = Distribution("MultivariateNormal", 2, loc=torch.zeros(2), scale_tril=torch.eye(2))
+    coins = Bernoulli((1, 2))
+    shared = Product(Mixture(coins), Mixture(Bernoulli((1, 2))))
+    shared.families[1].layer.weights.logits = coins.weights.logits
+    data, covariates = torch.randn(3, 9, 2, generator=seeded()), {"covariates": torch.ones(3, 9, 1)}
+    for emission, data_of, options, expected in [
+        (LinearGaussian(2, 1, 2), data, covariates, 15),
+        (LinearGaussian(2, 1, 2, "full"), data, covariates, 17),
+        (normals, data, {}, 13),
+        (shared, data > 0, {}, 2 + 1 + 1),
+    ]:
+        hmm = HMM(emission.units[0], emission)
+        report = fit(hmm, data_of, conditions=options, method="gradient", max_iterations=0, restarts=0)
+        assert report.num_parameters == expected
+
+
+def test_product_has_no_mean_and_cannot_impute():
+    hmm = HMM(2, Product(Gaussian(2), Poisson(2)))
+    data = torch.ones(3, 4, 2)
+    assert hmm.forecast(data, 2).mean is None
+    data[0, 1, 0] = torch.nan
+    with pytest.raises(NotImplementedError):
+        hmm.impute(data)

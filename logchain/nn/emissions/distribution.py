@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import LowerCholeskyTransform, PositiveDefiniteTransform
 
 from ...arguments import check_has_values
 from ..checks import check_number
@@ -31,8 +32,9 @@ class Distribution(Emission):
             parameters of a class that are not passed are trained from 0 of the unconstrained parameter.
 
     `free`: a `ParameterDict` of unconstrained real parameters, which `torch.distributions.biject_to` (or, where it
-    knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained. Call: data
-    `[..., *U, *event]` to `[..., *U, c]`, in nats; see `Emission`. An event is observed as a whole or not at all.
+    knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained; tensors of them,
+    which broadcast to `[*U, c]`, are buffers of `fixed`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see
+    `Emission`. An event is observed as a whole or not at all.
 
     Raises:
         TypeError: the family is neither a class nor a function, or `spread` is no number.
@@ -77,13 +79,18 @@ class Distribution(Emission):
         declared = declared if isinstance(declared, Mapping) else {}
         values: dict[str, Any] = _unset(family, declared, initial) | initial
         self.family, self.spread, self._alike = family, spread, []
-        self.transforms, self._fixed, self._initial = {}, {}, {}
+        self.transforms, self._fixed, self._initial, self.fixed = {}, {}, {}, torch.nn.Module()
         for name, start in list(values.items()):
             limit = declared.get(name, constraints.real)
             if constraints.is_dependent(limit):
                 raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
             if limit.is_discrete or (isinstance(family, type) and name not in declared):
-                self._fixed[name] = start
+                if isinstance(start, Tensor):
+                    shape = torch.Size(self.units) if limit.is_discrete else start.shape
+                    values[name] = broadcast(name, start, shape).to(start.dtype).detach().clone()
+                    self.fixed.register_buffer(name, values[name])
+                else:
+                    self._fixed[name] = start
                 continue
             value = _start(name, start, limit)
             axes = value.dim() - limit.event_dim
@@ -102,7 +109,8 @@ class Distribution(Emission):
             )
         # copies, so that training leaves the values to which `reset_parameters` returns
         free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
-        self.free = torch.nn.ParameterDict(free)
+        self.free = _Free(free)
+        self.free.transforms = self.transforms
         with torch.random.fork_rng(devices=[]):
             self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
         first_draw(self, generator)
@@ -120,7 +128,9 @@ class Distribution(Emission):
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
         trained = {name: self.transforms[name](arithmetic(free))[at] for name, free in self.free.items()}
-        return self.family(**trained, **self._fixed, **options)
+        fixed = {name: arithmetic(value) for name, value in self.fixed.named_buffers()}
+        of_units = {name: value[at] for name, value in fixed.items() if value.shape[: len(self.units)] == self.units}
+        return self.family(**trained, **self._fixed, **(fixed | of_units), **options)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
         """Data with a sample of the initial distribution where nothing is observed."""
@@ -129,6 +139,21 @@ class Distribution(Emission):
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
+
+
+class _Free(torch.nn.ParameterDict):
+    """Unconstrained parameters, and the transforms to their constraints."""
+
+    transforms: Mapping[str, Any]
+
+    def num_parameters(self) -> int:
+        """The number of trained entries; of matrices whose Cholesky factors are trained, lower triangles count."""
+        total = 0
+        for name, parameter in self.items():
+            triangular = isinstance(self.transforms[name], LowerCholeskyTransform | PositiveDefiniteTransform)
+            entries = torch.ones_like(parameter)
+            total += parameter.requires_grad * int((entries.tril() if triangular else entries).count_nonzero())
+        return total
 
 
 def _unset(family: Any, limits: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Tensor]:

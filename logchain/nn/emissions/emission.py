@@ -113,7 +113,7 @@ class Emission(torch.nn.Module):
         if is_readable(allowed) and not bool(allowed.any(-1).all()):
             raise ValueError(f"data: expected {support}, got something else")
         # some families, such as Pareto, evaluate their formula outside their support, too
-        return distribution.log_prob(data).masked_fill(~allowed, -torch.inf)
+        return distribution.log_prob(data).to(self.dtype).masked_fill(~allowed, -torch.inf)
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data with fillers where nothing is observed, and a mask of their shape, None if everything is observed."""
@@ -216,7 +216,8 @@ class Emission(torch.nn.Module):
     def maximize(self, statistics: Any, step: float = 1.0) -> None:
         """Maximize the expected log-likelihood and the prior over the trained parameters, or move `step` of the way.
 
-        By default up to 20 iterations of L-BFGS from the present parameters. Units that are not used keep theirs.
+        By default up to 20 iterations of L-BFGS, in float32 at least, from the present parameters. Units that are not
+        used keep theirs.
         """
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         before = [parameter.clone() for parameter in parameters]

@@ -48,7 +48,9 @@ class Product(Emission):
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
         """A Product has no single distribution."""
-        raise TypeError("distribution: expected one of the families of the Product, whose distributions are separate")
+        raise NotImplementedError(
+            "distribution: expected one of the families of the Product, whose distributions are separate"
+        )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters of all families again."""

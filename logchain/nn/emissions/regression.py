@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal
+from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from ...arguments import check_choice, check_is_tensor
 from ..checks import check_count
@@ -106,20 +106,18 @@ class LinearGaussian(Emission):
         means = means if self.bias is None else means + self.bias.double()  # (..., c, d)
         factors = self._cholesky()
         if at:
-            means, factors = means.take_along_dim(at[0][..., None, None], -2).squeeze(-2), factors[at]
+            means = means.expand(*at[0].shape, -1, -1).take_along_dim(at[0][..., None, None], -2)[..., 0, :]
+            factors = factors[at]
+        if not self.event:
+            return Normal(means[..., 0], factors[..., 0, 0], validate_args=False)
         return MultivariateNormal(means, scale_tril=factors, validate_args=False)
 
     def forward(self, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None) -> Tensor:
         """`log p(data | covariates, unit)`, `[..., c]` in nats: see `Emission.forward`."""
         data, known = self.known(data, observed)
         data, covariates, whole = self._rows(data, known, covariates)
-        log_density = self.distribution((), covariates).log_prob(data[..., None, :])
+        log_density = self.distribution((), covariates).log_prob(data[..., None, :] if self.event else data)
         return log_density.masked_fill(~whole[..., None], 0.0).to(self.dtype)
-
-    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
-        """One observation of each of the states `[...]`, for `covariates` `[..., k]`: see `Emission.draw`."""
-        draws = super().draw(states, generator, **covariates)
-        return draws if self.event else draws[..., 0]
 
     def statistics(
         self, flow: Tensor, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None
@@ -167,6 +165,13 @@ class LinearGaussian(Emission):
         for parameter, value in ((self.weights, after[..., :k]), (self.bias, after[..., k]), (self.factors, logs)):
             if parameter is not None and parameter.requires_grad:
                 parameter.copy_(value)
+
+    def num_parameters(self) -> int:
+        """The number of trained coefficients, and of trained variances or entries of covariances' lower triangles."""
+        coefficients = [part for part in (self.weights, self.bias) if part is not None and part.requires_grad]
+        c, d = self.factors.shape[:2]
+        spread = c * d * (d + 1) // 2 if self.covariance == "full" else c * d
+        return sum(part.numel() for part in coefficients) + self.factors.requires_grad * spread
 
     def _rows(self, data: Tensor, known: Tensor | None, covariates: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Data `[..., d]` and covariates in float64, 0 where data are missing, and where they are not."""
