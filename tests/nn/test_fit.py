@@ -406,8 +406,8 @@ def test_weights_count_as_repeated_sequences():
 def test_weights_of_groups_of_sequences_count_as_repeated_groups():
     data, weights = categories(3, 2, V), [2.0, 0.0, 1.0]
     hmms = [random_hmm() for _ in range(3)]
-    for hmm, rows, given in zip(hmms, (data, data, data[[0, 0, 2]]), (weights, np.array(weights), None), strict=True):
-        hmm.fit(rows, weights=given, max_iterations=2, restarts=0, **ENDLESS)
+    for hmm, rows, each in zip(hmms, (data, data, data[[0, 0, 2]]), (weights, np.array(weights), None), strict=True):
+        hmm.fit(rows, weights=each, max_iterations=2, restarts=0, **ENDLESS)
         close(hmm.emission.weights(), array(hmms[0].emission.weights()))
 
 
