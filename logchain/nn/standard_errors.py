@@ -1,6 +1,7 @@
 """Standard errors of fitted parameters and of functions of them, by the curvature of the log-likelihood."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,8 @@ def _gauges(model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]) -> T
     for parameter in trained.values():
         block = torch.zeros(parameter.numel(), parameter.numel(), dtype=torch.float64, device=parameter.device)
         if (part := parts.get(id(parameter))) is not None:
-            possible = (part().detach() > -torch.inf).double()
+            # those below a rounding error take no part: their curvature is less than the rounding errors of a sum
+            possible = (part().detach() > math.log(torch.finfo(torch.float64).eps)).double()
             units = block.fill_diagonal_(1.0).view(-1, *parameter.shape) * possible
             block = torch.stack([possible * part.totals(unit) / part.totals(possible) for unit in units]).flatten(1)
         blocks.append(block)

@@ -505,3 +505,12 @@ def test_standard_errors_of_hidden_states_equal_finite_differences():
 
     rows = [(slopes(part, i, 1e-5) - slopes(part, i, -1e-5)) / 2e-5 for part in free for i in range(2)]
     close(found, (-torch.stack(rows)).inverse().diagonal()[2:4].sqrt(), atol=1e-7)
+    # a start that is nearly sure, as fits leave it: the curvature by its logit is the posterior less the prior
+    hmm.requires_grad_(False).initial.requires_grad_(True)
+    hmm.emission.means.requires_grad_(True)
+    likely = hmm.decode(data).states[0, 0]
+    start = torch.full((2,), 1e-18, dtype=F64).index_fill(0, likely, 1.0)
+    hmm.initial.set(start)
+    errors = standard_errors(hmm, data)["initial.logits"][1 - likely]
+    curvature = 1e-18 - hmm.posterior(data).states[0, 0, 1 - likely].detach()
+    close(errors * curvature.sqrt(), 1.0)
