@@ -1,6 +1,7 @@
 """The base class of models of sequences along a chain of hidden states: data, initialization and fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..chain_arguments import ChainArguments
 from ..product import product
 from .checks import check_unsharded
-from .data import Data, Ends, Rows, Sequences
+from .data import Array, Data, Ends, Rows, Sequences
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
 from .fitting import Fit, Optimizer, fit
 from .parameters import frozen, reset_parameters
@@ -114,7 +115,7 @@ class ChainModel(torch.nn.Module):
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
-        weights: Tensor | None = None,
+        weights: Tensor | Array | Sequence[float] | None = None,
         method: Literal["em", "gradient"] = "em",
         max_iterations: int = 100,
         tolerance: float = 1e-2,
@@ -146,7 +147,7 @@ class ChainModel(torch.nn.Module):
         """
         if method == "em" and self.stationary:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
-        sequences = self._sequences(data, observed, lengths, covariates, states).with_batch()
+        sequences = self._batched(self._sequences(data, observed, lengths, covariates, states))
         if sequences.has_one_step_each and self.num_states > 1:
             problem = f"data: {len(sequences)} sequences of one step each hold nothing about transitions"
             remedy = "pass an emission with their size, such as Gaussian(2, num_features=1)"
@@ -166,12 +167,13 @@ class ChainModel(torch.nn.Module):
             progress=progress,
         )
 
+    @torch.no_grad()
     def num_observations(self, data: Any, **conditions: Any) -> Tensor:
         """The number of steps of each sequence `[n]` at which something is observed, of data as `log_prob` takes."""
-        sequences = self._sequences(data, **conditions).with_batch()
+        sequences = self._batched(self._sequences(data, **conditions))
         data, known, axes = sequences.data, sequences.known, self._event_axes()
         if axes is None:  # what a module reads of an event is not known
-            present = data.new_ones(data.shape[: 2 - bool(sequences.sizes)]) if known is None else known
+            present = ~self._chain_of(sequences)[1].x[..., 0].isnan() if known is None else known
         else:
             present = ~data.isnan() if known is None else known & ~data.isnan()
             present = present.flatten(-axes).any(-1) if axes else present
@@ -182,6 +184,13 @@ class ChainModel(torch.nn.Module):
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def _batched(self, sequences: Sequences) -> Sequences:
+        """The same with a batch axis; of a module that does not say its event, the likelihoods say if there is one."""
+        if sequences.batch_axes is None:
+            sequences = replace(sequences, batch_axes=self._log_norm(self._chain_of(sequences)[1]).dim())
+        return sequences.with_batch()
 
     def _log_norm(self, chain: ChainArguments) -> Tensor:
         """The log-likelihoods of sequences."""
@@ -208,10 +217,11 @@ class ChainModel(torch.nn.Module):
 
 def check_module(name: str, value: object, *choices: str | None) -> None:
     """Check for a module, or one of the choices."""
-    if not isinstance(value, torch.nn.Module) and value not in choices:
+    if not isinstance(value, torch.nn.Module) and not (isinstance(value, str | None) and value in choices):
         kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
         expected = " or ".join([*map(repr, choices), "a torch.nn.Module"])
-        raise kind(f"{name}: expected {expected}, got {got}")
+        remedy = "; pass Transitions(matrix)" if name == "transition" and hasattr(value, "__array__") else ""
+        raise kind(f"{name}: expected {expected}, got {got}{remedy}")
 
 
 def emission_options(emission: Emission, covariates: Tensor | None) -> dict[str, Any]:

@@ -58,6 +58,13 @@ def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape [{expected}], got {list(value.shape)}")
 
 
+def check_rows(name: str, covariates: Tensor, sizes: tuple[int, ...]) -> None:
+    """Check covariates `[*B, v, ...]` for the sizes `(*B, v)`, or 1 in their places."""
+    if not all(size in (1, other) for size, other in zip(covariates.shape, sizes, strict=False)):
+        expected = f"[{', '.join(map(str, sizes))}, ...], a row for each step, or 1 for batch and steps"
+        raise ValueError(f"{name}: expected shape {expected}, got {list(covariates.shape)}")
+
+
 def check_mask(observed: object, *shapes: torch.Size) -> None:
     """Check for a bool mask of one of the shapes."""
     if not isinstance(observed, Tensor) or observed.dtype != torch.bool:

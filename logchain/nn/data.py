@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_dense, check_integers, tensor_of
-from .checks import check_mask
+from .checks import check_mask, check_rows
 from .parameters import fill, over
 
 Array = np.ndarray[Any, Any]
@@ -79,6 +79,8 @@ class Sequences:
         if not steps or (self.is_list and event_axes is not None and len(steps) > 1):
             expected = "sequences [v" if self.is_list else "shape [..., v"
             raise ValueError(f"data: expected {expected}{', ...' * bool(event_axes)}], got {list(data.shape)}")
+        if covariates is not None and event_axes is not None:
+            check_rows("covariates", covariates, steps)
         if mask is not None and event_axes is not None:
             check_mask(mask, data.shape, steps, steps[-1:])
             mask = mask.expand(steps) if mask.shape == steps[-1:] else mask
@@ -158,12 +160,22 @@ def as_tensor(name: str, value: object, like: Tensor, cast: bool) -> Tensor:
         return value
     if not hasattr(value, "__array__"):
         expected = "a torch.Tensor, a numpy array or a list of these"
-        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}; pass torch.tensor({name})")
-    array = np.array(value, order="C")
+        remedy = f"pass torch.tensor({name if isinstance(value, list | tuple) else name.partition('[')[0]})"
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}; {remedy}")
+    array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
-    tensor = torch.from_numpy(array).to(like.device)
+    tensor = torch.from_numpy(np.array(array, _torch_dtype(array.dtype), order="C")).to(like.device)
+    if array.dtype.kind == "u" and bool((tensor < 0).any()):
+        raise ValueError(f"{name}: expected numbers that int64 holds, got {array.max()}")
     return tensor.to(like.dtype) if cast and tensor.is_floating_point() else tensor
+
+
+def _torch_dtype(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
+    """The dtype that torch has: int64 for wide unsigned integers, float64 at most, and native byte order."""
+    if dtype.kind == "u" and dtype.itemsize > 1:
+        return np.dtype(np.int64)
+    return dtype.newbyteorder("=") if dtype.itemsize <= 8 else np.dtype(np.float64)
 
 
 def _parts(name: str, value: Any, is_list: bool, like: Tensor, cast: bool) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Maximum likelihood or a posteriori for any model with a `log_prob`, by expectation maximization or by gradients."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +9,14 @@ from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
+from .data import Array, Sequences, as_tensor
 from .em import em_steps, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
@@ -83,7 +85,7 @@ def fit(
     data: Any,
     *,
     conditions: Mapping[str, Any] | None = None,
-    weights: Tensor | None = None,
+    weights: Tensor | Array | Sequence[float] | None = None,
     method: Literal["em", "gradient"] = "em",
     max_iterations: int = 100,
     tolerance: float = 1e-2,
@@ -159,6 +161,8 @@ def fit(
     check_unsharded(model)
     check_differentiable("fit")
     check_number("tolerance", tolerance)
+    if math.isnan(tolerance):
+        raise ValueError("tolerance: expected a number, got nan")
     check_flag("progress", progress)
     check_count("max_iterations", max_iterations, least=0)
     if restarts is not None:
@@ -166,6 +170,7 @@ def fit(
     run.check()
     if progress:
         check_progress()
+    stacklevel = 3 if isinstance(data, Sequences) else 2  # the line that calls the method `fit` of a model, or this
     num_starts, fits, best = restarts or 1, list[Fit](), dict[str, Tensor]()
     failures: dict[int, Exception] = {}
     for start in range(1, num_starts + 1):
@@ -186,7 +191,7 @@ def fit(
     if failures:
         reasons = (f"start {start}: {error}" for start, error in failures.items())
         text = "; ".join((f"fit: skipped {len(failures)} of {num_starts} starts", *reasons))
-        warn(text, ConvergenceWarning, stacklevel=2)
+        warn(text, ConvergenceWarning, stacklevel=stacklevel)
     if best:
         model.load_state_dict(best)
     starts = tuple(outcome.log_posterior for outcome in fits)
@@ -194,7 +199,7 @@ def fit(
     if not (result.converged or run.moving or max_iterations == 0 or tolerance == -math.inf):
         gain = result.history[-1] - result.history[-2]
         text = f"the last of {max_iterations} iterations gained {gain:.3g} nats; pass a larger max_iterations"
-        warn(f"fit: expected convergence, but {text} or tolerance", ConvergenceWarning, stacklevel=2)
+        warn(f"fit: expected convergence, but {text} or tolerance", ConvergenceWarning, stacklevel=stacklevel)
     return result._replace(
         starts=starts,
         num_failed=len(failures),
@@ -219,7 +224,7 @@ class _Run:
     model: Any
     data: Any
     conditions: dict[str, Any]
-    weights: Tensor | None
+    weights: Any
     method: str
     batch_size: int | None
     step: float | Callable[[int], float] | None
@@ -295,7 +300,8 @@ class _Run:
         if not len(self.data):
             raise ValueError("data: expected at least one sequence, got none")
         if self.weights is not None:
-            check_is_tensor("weights", self.weights)
+            each = self.weights if isinstance(self.weights, Tensor) else np.asarray(self.weights)
+            self.weights = as_tensor("weights", each, values, cast=False)
             if self.weights.shape != (len(self.data),):
                 raise ValueError(f"weights: expected shape [{len(self.data)}], got {list(self.weights.shape)}")
             self.weights = self.weights.to(values.device, torch.float64)

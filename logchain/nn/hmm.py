@@ -1,6 +1,6 @@
 """Hidden Markov models with trained parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +15,8 @@ from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, Sample, check_module, emission_options
-from .checks import check_count
-from .data import Data, Ends, Rows, Sequences, as_tensor
+from .checks import check_count, check_rows
+from .data import Array, Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Emission
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
@@ -260,9 +260,11 @@ class HMM(ChainModel):
         """
         check_count("num_steps", num_steps)
         sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        shares = sequences.last(marginals(**chain._asdict()).states)  # (*B, c)
         future = None
         if future_covariates is not None:
             future = as_tensor("future_covariates", future_covariates, chain.x, cast=True)
+            check_rows("future_covariates", future, (*shares.shape[:-1], num_steps))
         elif covariates is not None:
             raise ValueError(f"future_covariates: expected those of {num_steps} steps after the covariates, got None")
         bulk = self._log_transitions(future)
@@ -271,7 +273,6 @@ class HMM(ChainModel):
         if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
             expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
             raise ValueError(f"transition: expected {expected}, got {list(matrices.shape)}")
-        shares = sequences.last(marginals(**chain._asdict()).states)  # (*B, c)
         steps = []
         for matrix in matrices.expand(*matrices.shape[:-3], num_steps, -1, -1).unbind(-3):
             shares = (shares[..., None, :].to(matrix) @ matrix)[..., 0, :]
@@ -373,15 +374,15 @@ class HMM(ChainModel):
         return Sample(states, emission.draw(units, generator, **emission_options(emission, covariates)))
 
     @torch.no_grad()
-    def sort_states(self, by: Tensor | Callable[["HMM"], Tensor]) -> None:
+    def sort_states(self, by: Tensor | Array | Sequence[float] | Callable[["HMM"], Any]) -> None:
         """Number the states again, in place, in the order of rising values of `by`.
 
         Args:
-            by: numbers `[c]`, or a function of the model that returns them.
+            by: numbers `[c]`, a tensor, an array or a list, or a function of the model that returns them.
 
         Raises:
             TypeError: transitions are not dense or depend on covariates, or a part is a user's module.
-            ValueError: there are not c numbers, or priors do not say which of their axes is that of the states.
+            ValueError: there are not c numbers, one is NaN, or a prior of the emission has tensors.
 
         >>> hmm = HMM(2, "gaussian")
         >>> hmm.emission.set(torch.tensor([5.0, 1.0]), torch.ones(2))
@@ -390,9 +391,11 @@ class HMM(ChainModel):
         tensor([1., 5.])
         """
         emission = self._known_emission("sort states")
-        numbers = by(self) if callable(by) else by
+        numbers = torch.as_tensor(by(self) if callable(by) else by)
         if numbers.shape != (self.num_states,):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
+        if bool(numbers.isnan().any()):
+            raise ValueError(f"by: expected numbers, got nan of state {int(numbers.isnan().int().argmax())}")
         if not (self._is_trained and isinstance(self._log_transitions(None), Tensor)):
             raise TypeError(f"transition: expected a dense matrix that is trained, got {self.transition}")
         if not isinstance(self.initial, LogWeights | None):

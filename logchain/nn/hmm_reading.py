@@ -70,11 +70,10 @@ def permute(tensor: Tensor, order: Tensor, *axes: int) -> None:
 
 def permute_units(emission: Emission, order: Tensor) -> None:
     """Permute the states of an emission, whose axis comes after those of features, and is the last of categories."""
-    priors = [layer for layer in emission.modules() if isinstance(layer, Prior)]
-    entries = max((tensor.numel() for prior in priors for tensor in prior.buffers()), default=1)
-    if len(order) in emission.event and entries > 1:
-        expected = f"numbers in the prior of {len(order)} features, as many as states"
-        raise ValueError(f"emission: expected {expected}, got tensors; sort states before the prior is assigned")
+    priors = (layer for layer in emission.modules() if isinstance(layer, Prior))
+    if any(tensor.numel() > 1 for prior in priors for tensor in prior.buffers()):
+        remedy = "sort states before a prior with tensors is assigned"
+        raise ValueError(f"emission: expected numbers in its prior, got tensors; {remedy}")
     families = [layer for layer in emission.modules() if isinstance(layer, Categorical)]
     of_categories = [layer for layer in families if layer.units == emission.units]
     last = {id(tensor) for layer in of_categories for tensor in (*layer.parameters(), *layer.buffers())}

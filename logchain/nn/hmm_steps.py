@@ -7,6 +7,7 @@ from ..arguments import check_integers, check_tensor
 from ..tensors import is_readable
 from ..transitions import Duration, Transition
 from .chain_model import emission_options
+from .checks import check_rows
 from .data import Sequences
 from .emissions import Emission
 from .parameters import fill
@@ -34,10 +35,8 @@ def potentials(emission: torch.nn.Module, c: int, sequences: Sequences) -> Tenso
 
 def into_steps(covariates: Tensor, batch: tuple[int, ...], v: int, packed: Tensor | None) -> Tensor:
     """The rows of covariates `[*B, v, ...]` that drive a transition; those of packed sequences with 0 in first rows."""
-    axis, sizes = len(batch), (*batch, v)
-    if not all(size in (1, other) for size, other in zip(covariates.shape, sizes, strict=False)):
-        expected = f"[{', '.join(map(str, sizes))}, ...], a row for each step, or 1 for batch and steps"
-        raise ValueError(f"covariates: expected shape {expected}, got {list(covariates.shape)}")
+    axis = len(batch)
+    check_rows("covariates", covariates, (*batch, v))
     if v == 1 or covariates.shape[axis : axis + 1] != (v,):
         return covariates
     if packed is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_is_tensor
+from ..arguments import check_is_tensor, has_values
 
 
 def arithmetic(parameter: Tensor) -> Tensor:
@@ -61,33 +61,26 @@ def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-class Draw:
-    """Parameters that a constructor drew, and their versions by then; a copy has those of the copied parameters."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], current: bool = True) -> None:
-        self.parameters = parameters
-        self.versions = [parameter._version if current else -1 for parameter in parameters]
-
-    def is_current(self) -> bool:
-        """Whether nothing was written since."""
-        return self.versions == [parameter._version for parameter in self.parameters]
-
-    def __reduce__(self) -> tuple[type["Draw"], tuple[list[torch.nn.Parameter], bool]]:
-        return Draw, (self.parameters, self.is_current())
-
-
 def first_draw(module: Any, generator: torch.Generator | None) -> None:
     """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
     module.reset_parameters(generator)
-    if not torch.is_inference_mode_enabled():  # in which tensors have no versions
-        for part in module.modules():
-            part._first_draw = Draw(list(part.parameters(recurse=False)))
+    for part in module.modules():
+        part._first_draw = [parameter.detach().clone() for parameter in part.parameters(recurse=False)]
+
+
+def is_as_drawn(module: torch.nn.Module) -> bool:
+    """Whether the module's own parameters have the values that its constructor drew."""
+    drawn: Any = getattr(module, "_first_draw", None)
+    own = list(module.parameters(recurse=False))
+    if drawn is None or len(own) != len(drawn) or not all(map(has_values, (*own, *drawn))):
+        return False
+    return all(torch.equal(parameter, first.to(parameter)) for parameter, first in zip(own, drawn, strict=True))
 
 
 def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that were set: all but those of modules that are as their constructors drew them."""
-    draws = [draw for part in model.modules() if (draw := getattr(part, "_first_draw", None)) and draw.is_current()]
-    drawn = {id(parameter) for draw in draws for parameter in draw.parameters}
+    parts = filter(is_as_drawn, model.modules())
+    drawn = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
     return [parameter for parameter in model.parameters() if id(parameter) not in drawn]
 
 

@@ -1,16 +1,19 @@
 """Standard errors of fitted parameters and of functions of them, by the curvature of the log-likelihood."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .checks import check_differentiable
 from .log_weights import LogWeights
 from .parameters import log_prior
 
 
+@torch.enable_grad()
 def standard_errors(
     model: torch.nn.Module,
     data: Any,
@@ -35,8 +38,10 @@ def standard_errors(
         A tensor or a dictionary, as `of`, of standard errors in float64: inf for what the data do not determine.
 
     Raises:
-        ValueError: the log-posterior has no maximum here, since it curves up or is flat in some direction, or is
-            estimated to be more than 0.1 nats above; fit with a smaller tolerance, or have fewer states.
+        ValueError: nothing is trained; `of` returns what has no gradients, as properties of models; or the
+            log-posterior has no maximum here, since it curves up or is flat in some direction, or is estimated to be
+            more than 0.1 nats above; fit with a smaller tolerance, or have fewer states.
+        RuntimeError: `torch.inference_mode` is on.
 
     Cost: a backward pass of the gradient for each of P trained parameters, `P^2` numbers, and `P^3` multiply-adds.
 
@@ -49,14 +54,19 @@ def standard_errors(
     >>> standard_errors(hmm, data, lambda hmm: hmm.emission.log_rates.exp())  # sqrt(rate / steps)
     tensor([0.9354], dtype=torch.float64)
     """
+    check_differentiable("standard_errors")
     model = copy.deepcopy(model).double()
     log_prob: Any = model.log_prob
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters: list[Any] = list(trained.values())
-    with torch.enable_grad():
-        total: Tensor = log_prob(data, **conditions).double().sum() + log_prior(model.modules())
-        gradient = _flat(torch.autograd.grad(total, parameters, create_graph=True, materialize_grads=True))
-        values = trained if of is None else of(model)
+    if not parameters:
+        raise ValueError("model: expected trained parameters, got none; call requires_grad_(True) on some")
+    total: Tensor = log_prob(data, **conditions).double().sum() + log_prior(model.modules())
+    gradient = _flat(torch.autograd.grad(total, parameters, create_graph=True, materialize_grads=True))
+    values: Any = trained if of is None else of(model)
+    if not all(value.requires_grad for value in (values.values() if isinstance(values, dict) else [values])):
+        remedy = "pass `lambda hmm: hmm.transition().exp()`, not a property such as `hmm.transition_matrix`"
+        raise ValueError(f"of: expected functions of trained parameters, got a tensor without gradients; {remedy}")
     hessian = _jacobian(gradient, parameters)
     gradient, gauges = gradient.detach(), _gauges(model, trained)
     size = hessian.diagonal().abs().mean()
@@ -64,8 +74,14 @@ def standard_errors(
     # curvature; quantities depend on none, or have infinite errors
     flat = (hessian.abs() <= size * 2.0**-52).all(-1).double().diag()
     factor, failed = torch.linalg.cholesky_ex(size * (gauges + flat) - hessian)
-    if failed or (factor.diagonal().square() <= 1e-10 * hessian.diagonal().abs()).any():
-        raise ValueError("model: expected a maximum of the log-posterior, which is flat or curves up here; fit further")
+    no_maximum = factor.diagonal().square() <= 1e-10 * hessian.diagonal().abs()
+    if failed or no_maximum.any():
+        index = int(failed) - 1 if failed else int(no_maximum.int().argmax())
+        name = [name for name, parameter in trained.items() for _ in range(parameter.numel())][index]
+        problem = f"model: expected a maximum of the log-posterior, which is flat or curves up in {name}"
+        raise ValueError(
+            f"{problem}; fit further, pass a prior such as prior=Dirichlet(2.0), or call requires_grad_(False)"
+        )
     covariance = torch.cholesky_inverse(factor)
     if (missing := float(gradient @ covariance @ gradient) / 2) > 0.1:
         raise ValueError(f"model: expected a maximum, got one {missing:.2g} nats below; fit with a smaller tolerance")
@@ -96,7 +112,8 @@ def _gauges(model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]) -> T
     for parameter in trained.values():
         block = torch.zeros(parameter.numel(), parameter.numel(), dtype=torch.float64, device=parameter.device)
         if (part := parts.get(id(parameter))) is not None:
-            possible = (part().detach() > -torch.inf).double()
+            # those below a rounding error take no part: their curvature is less than the rounding errors of a sum
+            possible = (part().detach() > math.log(torch.finfo(torch.float64).eps)).double()
             units = block.fill_diagonal_(1.0).view(-1, *parameter.shape) * possible
             block = torch.stack([possible * part.totals(unit) / part.totals(possible) for unit in units]).flatten(1)
         blocks.append(block)

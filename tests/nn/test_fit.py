@@ -195,7 +195,7 @@ def test_first_error_is_raised_where_every_start_fails():
     with pytest.raises(ValueError, match=r"got 0 for unit \[\d\].*fewer units$"):
         hmm.fit(data, restarts=1, generator=seeded())
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied.* 1 of 5, all of which failed"):
-        random_hmm(network()).fit(torch.zeros(3, 4, 5, dtype=F64), method="gradient", restarts=5)
+        fit(random_hmm(network()), torch.zeros(3, 4, 5, dtype=F64), method="gradient", restarts=5)
 
 
 @pytest.mark.parametrize("kind", COVARIANCES)
@@ -350,7 +350,7 @@ def test_one_frozen_parameter_stays_and_others_are_fitted(name):
     assert [key for key, value in parameters.items() if torch.equal(value, before[key])] == [name]
 
 
-@pytest.mark.parametrize("change", ["none", "copy", "dtype", "set", "load", "optimizer", "fit"])
+@pytest.mark.parametrize("change", ["none", "copy", "dtype", "set", "load", "optimizer", "fit", "data"])
 def test_parameters_that_nobody_set_are_initialized_from_the_data(change):
     data = blocks(50, 5) + 1e4
     hmm = HMM(2, "gaussian", generator=seeded()).double()
@@ -368,6 +368,9 @@ def test_parameters_that_nobody_set_are_initialized_from_the_data(change):
     elif change == "fit":
         hmm.fit(data, max_iterations=1, restarts=0, **ENDLESS)
         hmm.emission.means.data.zero_()
+    elif change == "data":
+        hmm.emission.means.data = torch.tensor([0.0, 1.0], dtype=F64)
+        hmm.emission.log_scales.data[:] = 9.0
     model = copy.deepcopy(hmm)
     start = model.fit(data, max_iterations=0, generator=seeded(5))
     unset = change in ("none", "copy", "dtype")
@@ -398,6 +401,43 @@ def test_weights_count_as_repeated_sequences():
         hmm.fit(data, weights=torch.ones(2))
     with pytest.raises(ValueError, match="weights: expected finite numbers from 0 on"):
         hmm.fit(data, weights=-weights)
+
+
+def test_weights_of_groups_of_sequences_count_as_repeated_groups():
+    data, weights = categories(3, 2, V), [2.0, 0.0, 1.0]
+    hmms = [random_hmm() for _ in range(3)]
+    for hmm, rows, each in zip(hmms, (data, data, data[[0, 0, 2]]), (weights, np.array(weights), None), strict=True):
+        hmm.fit(rows, weights=each, max_iterations=2, restarts=0, **ENDLESS)
+        close(hmm.emission.weights(), array(hmms[0].emission.weights()))
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_one_sequence_of_a_module_of_users_is_one_sequence(observed):
+    data, options = normal("full", 6), {"method": "gradient", "max_iterations": 1, "restarts": 0, "batch_size": 4}
+    options |= {"observed": torch.arange(6) != 2} if observed else {}
+    hmms = [random_hmm(network()) for _ in range(2)]
+    one = hmms[0].fit(data, **options)
+    batch = {name: value[None] if name == "observed" else value for name, value in options.items()}
+    assert one == hmms[1].fit(data[None], **batch)
+    assert one.num_observations == 6 - observed
+    assert random_hmm(network()).num_observations(normal("full", 3, 6)).tolist() == [6, 6, 6]
+
+
+def test_gradients_that_gain_nothing_have_converged():
+    hmm = HMM(1, "poisson").double()
+    hmm.emission.set(torch.tensor([3.5]))
+    with torch.no_grad():
+        hmm.emission.log_rates.add_(1e-3)
+    report = hmm.fit(torch.tensor([[2, 4, 4, 4]]), method="gradient", max_iterations=3, restarts=0, tolerance=0.0)
+    assert report.converged and report.history[-1] == pytest.approx(report.history[-2], abs=1e-12)
+
+
+def test_warnings_of_convergence_point_at_the_call():
+    data, hmm = categories(5, V), random_hmm()
+    for call in (hmm.fit, partial(fit, hmm)):
+        with pytest.warns(ConvergenceWarning) as caught:
+            call(data, max_iterations=1, restarts=0)
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_fit_that_does_not_converge_warns_and_counts_free_parameters():
@@ -433,8 +473,17 @@ def test_standard_errors_equal_closed_forms():
     of_others = np.array([[2, -1, -1], [-1, 2, -1], [-1, -1, 2]]) / 3  # of each logit less their mean
     close(found[counts > 0], np.sqrt(np.square(of_others) @ (1 / counts[counts > 0].double()).numpy()))
     assert found[1] == torch.inf
+    with torch.no_grad():
+        close(standard_errors(coins, draws)["emission.weights.logits"].flatten(), array(found))
+    with pytest.raises(ValueError, match=r"^of: expected functions .* pass `lambda hmm: hmm.transition\(\).exp\(\)`"):
+        standard_errors(coins, draws, lambda hmm: hmm.transition_matrix)
+    with pytest.raises(ValueError, match="^model: expected trained parameters, got none"):
+        standard_errors(coins.requires_grad_(False), draws)
     hidden = HMM(2, "gaussian", generator=seeded()).double()
-    with pytest.raises(ValueError, match="model: expected a maximum"):
+    expected = (
+        r"a maximum .* flat or curves up in transition.weights.0.logits; .* such as prior=Dirichlet\(2.0\), or call"
+    )
+    with pytest.raises(ValueError, match=f"model: expected {expected}"):
         standard_errors(hidden, data.mT)
 
 
@@ -465,3 +514,12 @@ def test_standard_errors_of_hidden_states_equal_finite_differences():
 
     rows = [(slopes(part, i, 1e-5) - slopes(part, i, -1e-5)) / 2e-5 for part in free for i in range(2)]
     close(found, (-torch.stack(rows)).inverse().diagonal()[2:4].sqrt(), atol=1e-7)
+    # a start that is nearly sure, as fits leave it: the curvature by its logit is the posterior less the prior
+    hmm.requires_grad_(False).initial.requires_grad_(True)
+    hmm.emission.means.requires_grad_(True)
+    likely = hmm.decode(data).states[0, 0]
+    start = torch.full((2,), 1e-18, dtype=F64).index_fill(0, likely, 1.0)
+    hmm.initial.set(start)
+    errors = standard_errors(hmm, data)["initial.logits"][1 - likely]
+    curvature = 1e-18 - hmm.posterior(data).states[0, 0, 1 - likely].detach()
+    close(errors * curvature.sqrt(), 1.0)

@@ -451,18 +451,23 @@ def test_sorted_states_are_the_same_model(name):
 
 
 def test_priors_are_sorted_or_refused():
-    hmm = random_hmm(Gaussian(C, 2))
-    hmm.emission.prior = NormalInverseWishart(torch.ones(C, 2), torch.arange(1.0, C + 1))
+    hmm = random_hmm(Gaussian(C, 2, prior=NormalInverseWishart(1.0, 3.0)))
     hmm.transition.prior = Dirichlet(torch.arange(1.0, C * C + 1).view(C, C))
-    hmm.sort_states(by=torch.tensor([2.0, 1.0, 3.0]))
-    assert hmm.emission.prior.dof.tolist() == [2, 1, 3]
+    hmm.sort_states(by=[2.0, 1.0, 3.0])
     assert hmm.transition.prior.concentration.tolist() == [[5, 4, 6], [2, 1, 3], [8, 7, 9]]
-    hmm = random_hmm(Gaussian(C, C))
-    hmm.emission.prior = NormalInverseWishart(torch.ones(C, C), 1.0)
-    before = copy.deepcopy(hmm.state_dict())
-    with pytest.raises(ValueError, match="sort states before the prior is assigned$"):
-        hmm.sort_states(by=torch.tensor([2.0, 1.0, 3.0]))
-    assert all(torch.equal(value, before[name]) for name, value in hmm.state_dict().items())
+    wishart = NormalInverseWishart(torch.ones(C, C), torch.arange(1.0, C + 1))
+    coins = HMM(2, nn.Bernoulli(2, prior=Dirichlet(torch.tensor([2.0, 5.0]))))
+    for hmm in (random_hmm(Gaussian(C, C, prior=wishart)), coins):
+        before = copy.deepcopy(hmm.state_dict())
+        with pytest.raises(ValueError, match="sort states before a prior with tensors is assigned$"):
+            hmm.sort_states(by=np.array([2.0, 1.0, 3.0])[: hmm.num_states])
+        assert all(torch.equal(value, before[name]) for name, value in hmm.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", ">i4", ">f4", ">f8", "longdouble"])
+def test_arrays_of_other_dtypes_are_the_same_data(dtype):
+    data = categories(5, V)
+    close(random_hmm().log_prob(data.numpy().astype(dtype)), array(random_hmm().log_prob(data)))
 
 
 def test_probabilities_are_read_without_gradients():

@@ -24,6 +24,7 @@ from tests.nn.emissions import distribution
 from tests.nn.hmms import ARCS, V, categories, driven_hmm, network, normal, random_hmm
 
 DATA, VECTORS = categories(5, V), normal(5, V, 2)
+NUMBERS, TRIPLES = VECTORS[..., 0].float(), DATA[:, :3] % 2
 MASK = torch.ones(5, V, dtype=torch.bool)
 META = torch.ones(5, 6, device="meta")
 SPREADS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -61,6 +62,14 @@ def returned(transitions):
 
 def gradient(optimizer=None, model=random_hmm):
     return model().fit(DATA, method="gradient", optimizer=optimizer)
+
+
+def switching():
+    return HMM(2, nn.LinearGaussian(2, 2))
+
+
+def forecast(rows):
+    return switching().forecast(NUMBERS, 2, covariates=VECTORS.float(), future_covariates=rows.float())
 
 
 def circuit(**options):
@@ -129,6 +138,15 @@ CALLS = [
     (lambda: driven_hmm().log_prob(DATA, covariates=VECTORS[:, 1:]), ValueError, r"^covariates: .*\[5, 4, \.\.\.\]"),
     (lambda: moved_by(LogWeights(3, 3, 3)).forecast(DATA, 2), ValueError, "^transition: expected one matrix for all"),
     (lambda: driven_hmm().forecast(DATA, 2, covariates=VECTORS), ValueError, "^future_covariates: .* 2 steps"),
+    (lambda: forecast(VECTORS[:, :3]), ValueError, r"^future_covariates: .* \[5, 2, \.\.\.\].* got \[5, 3, 2\]$"),
+    (lambda: switching().fit(NUMBERS, covariates=VECTORS[:, 1:]), ValueError, r"^covariates: .* got \[5, 3, 2\]$"),
+    (lambda: HMM(2, "gaussian", transition=torch.eye(2)), TypeError, r"^transition: .*; pass Transitions\(matrix\)$"),
+    (lambda: HMM(2, "gaussian", transition=np.eye(2)), TypeError, r"^transition: .*; pass Transitions\(matrix\)$"),
+    (lambda: random_hmm().log_prob([1, 2, 3]), TypeError, r"^data\[0\]: .* pass torch.tensor\(data\)$"),
+    (lambda: random_hmm().log_prob(np.full((5, 4), 2**64 - 1, "uint64")), ValueError, "^data: .* got 184467440737095"),
+    (lambda: random_hmm().sort_states([0.0, 1.0, np.nan]), ValueError, "^by: expected numbers, got nan of state 2$"),
+    (lambda: random_hmm().fit(DATA, tolerance=np.nan), ValueError, "^tolerance: expected a number, got nan$"),
+    (lambda: random_hmm().fit(DATA, weights=["a"] * 5), TypeError, "^weights: expected numbers, got an array of <U1$"),
     (lambda: neural().impute(VECTORS), TypeError, "^emission: expected an Emission to impute from, got Sequential$"),
     (lambda: random_hmm().sort_states(torch.ones(2)), ValueError, r"^by: expected numbers \[3\], got shape \[2\]$"),
     (lambda: moved_by(BANDED).sort_states(torch.ones(3)), TypeError, "^transition: expected a dense matrix"),
@@ -208,6 +226,8 @@ CALLS = [
     (lambda: moved_by(BANDED).log_prob(DATA, covariates=DATA), ValueError, "covariates: expected None"),
     (lambda: moved_by(PER_STEP, initial="stationary").log_prob(DATA), ValueError, "initial: .*3 transition matrices"),
     (lambda: circuit().log_prob(DATA), ValueError, r"^data: expected shape \[..., 3\], got \[5, 4\]$"),
+    (lambda: circuit().fit(TRIPLES, states=TRIPLES), ValueError, "^states: expected None with a circuit"),
+    (lambda: circuit().fit(TRIPLES, covariates=TRIPLES), ValueError, "^covariates: expected None with a circuit"),
     (lambda: circuit(emission="normal"), ValueError, "^emission: .* got 'normal'$"),
     (lambda: circuit(emission="poisson").conditionals(DATA[:, 1:]), TypeError, "^emission: .* got Poisson$"),
     (lambda: circuit(emission=PLANE).decode(VECTORS[:, 1:], VECTORS[:, 1:] > 0), ValueError, "^data: .* whole"),
