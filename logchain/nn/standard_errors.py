@@ -70,9 +70,8 @@ def standard_errors(
     hessian = _jacobian(gradient, parameters)
     gradient, gauges = gradient.detach(), _gauges(model, trained)
     size = hessian.diagonal().abs().mean()
-    # directions in which nothing changes, such as logits of probabilities that are 0 but for rounding, get some
-    # curvature; quantities depend on none, or have infinite errors
-    flat = (hessian.abs() <= size * 2.0**-52).all(-1).double().diag()
+    # directions in which nothing can change get some curvature; quantities depend on none, or have infinite errors
+    flat = ((hessian == 0).all(-1) & (gauges.diagonal() == 0)).double().diag()
     factor, failed = torch.linalg.cholesky_ex(size * (gauges + flat) - hessian)
     no_maximum = factor.diagonal().square() <= 1e-10 * hessian.diagonal().abs()
     if failed or no_maximum.any():
