@@ -75,13 +75,7 @@ def batch_sizes(batch: list[int], axes: int) -> list[tuple[int, ...]]:
 
 
 def check_sizes(
-    name: str,
-    value: Tensor,
-    allowed: Sequence[tuple[int, ...]],
-    x: Tensor,
-    *,
-    steps: int | None = None,
-    remedy: str = "",
+    name: str, value: Tensor, allowed: Sequence[tuple[int, ...]], x: Tensor, *, steps: int | None = None
 ) -> None:
     """Check the size of each axis against those that are allowed; `steps` is the axis of steps, if there is one."""
     shape = value.shape
@@ -91,6 +85,8 @@ def check_sizes(
     for axis, sizes in enumerate(allowed):
         texts.append(" or ".join(str(size) for size in sorted(set(sizes), reverse=axis == steps)))
     expected = f"expected shape [{', '.join(texts)}] to go with x {list(x.shape)}"
+    per_sequence = steps == 0 and x.dim() == 3 and tuple(shape) == (len(x), x.shape[-1], x.shape[-1])
+    remedy = f"; a matrix for each sequence is {name}[:, None]" if per_sequence else ""
     raise ValueError(f"{name}: {expected}, got {list(shape)}{remedy}")
 
 

@@ -184,9 +184,7 @@ def check_chain(
     for parameter, own in columns:
         sizes = [(c,), (c,)] if dense else [(size,) for size in parameter.shape[-own:]]
         lead = batch_sizes(batch, parameter.dim() - own - 1)
-        per_sequence = dense and parameter.shape[:1] == (*batch, 0)[:1] and parameter.dim() == 3
-        remedy = "; a matrix for each sequence is bulk[:, None]" if per_sequence else ""
-        check_sizes("bulk", parameter, (*lead, steps, *sizes)[-parameter.dim() :], x, steps=len(lead), remedy=remedy)
+        check_sizes("bulk", parameter, (*lead, steps, *sizes)[-parameter.dim() :], x, steps=len(lead))
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
     return transition
 
