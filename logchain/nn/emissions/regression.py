@@ -160,9 +160,8 @@ class LinearGaussian(Emission):
         old = self._cholesky() @ self._cholesky().mT
         covariance = torch.where(count > 0, torch.lerp(old, scatter / count, step), old)
         after = torch.where(count > 0, torch.lerp(before, after, step), before)
-        factors = torch.linalg.cholesky(covariance)
-        logs = factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).log().diag_embed()
-        for parameter, value in ((self.weights, after[..., :k]), (self.bias, after[..., k]), (self.factors, logs)):
+        values = (self.weights, after[..., :k]), (self.bias, after[..., k]), (self.factors, factors_of(covariance)[0])
+        for parameter, value in values:
             if parameter is not None and parameter.requires_grad:
                 parameter.copy_(value)
 
