@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
+from ..filtered import filtered
 from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..sample import sample as draw_paths
@@ -260,7 +261,7 @@ class HMM(ChainModel):
         """
         check_count("num_steps", num_steps)
         sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
-        shares = sequences.last(marginals(**chain._asdict()).states)  # (*B, c)
+        shares = sequences.last(filtered(**chain._asdict()).states)  # (*B, c)
         future = None
         if future_covariates is not None:
             future = as_tensor("future_covariates", future_covariates, chain.x, cast=True)
