@@ -235,6 +235,12 @@ class _Run:
         self.modules, self.parts = list(self.model.modules()), trained_parts(self.model)
 
     @property
+    def values(self) -> Tensor:
+        """The tensor of the data."""
+        values: Tensor = self.data.data if isinstance(self.data, Sequences) else self.data
+        return values
+
+    @property
     def moving(self) -> bool:
         """Whether the parameters change after each batch."""
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
@@ -250,7 +256,7 @@ class _Run:
         if self.moving:
             where = "cpu" if self.generator is None else self.generator.device
             order = torch.randperm(n, generator=self.generator, device=where)
-        for rows in order.to(self.data.data.device).split(size):
+        for rows in order.to(self.values.device).split(size):
             conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
             weights = None if self.weights is None else self.weights[rows]
             yield _Batch(self.data[rows], conditions, weights, len(rows) / n if self.moving else 1.0)
@@ -268,8 +274,10 @@ class _Run:
         gains = [after - before for before, after in pairwise(history[-3:])]
         if self.moving or not gains or tolerance < 0:
             return False
-        if gains[-1] <= 0 or self.method == "gradient":
-            return gains[-1] <= 0 or gains[-1] < tolerance
+        if gains[-1] <= 0:
+            return True
+        if self.method == "gradient":
+            return gains[-1] < tolerance
         slower = len(gains) == 2 and gains[1] < min(tolerance, gains[0])
         return slower and gains[1] ** 2 / (gains[0] - gains[1]) < tolerance
 
@@ -294,17 +302,16 @@ class _Run:
     def check(self) -> None:
         """Check the data and the options, and that they go together."""
         check_choice("method", self.method, ("em", "gradient"))
-        values = getattr(self.data, "data", self.data)  # of a tensor, too
-        check_is_tensor("data", values)
-        check_has_values("data", values)
+        check_is_tensor("data", self.values)
+        check_has_values("data", self.values)
         if not len(self.data):
             raise ValueError("data: expected at least one sequence, got none")
         if self.weights is not None:
             each = self.weights if isinstance(self.weights, Tensor) else np.asarray(self.weights)
-            self.weights = as_tensor("weights", each, values, cast=False)
+            self.weights = as_tensor("weights", each, self.values, cast=False)
             if self.weights.shape != (len(self.data),):
                 raise ValueError(f"weights: expected shape [{len(self.data)}], got {list(self.weights.shape)}")
-            self.weights = self.weights.to(values.device, torch.float64)
+            self.weights = self.weights.to(self.values.device, torch.float64)
             if not bool((self.weights >= 0).all() and self.weights.isfinite().all() and (self.weights > 0).any()):
                 raise ValueError("weights: expected finite numbers from 0 on, not all 0")
         if self.batch_size is not None:
