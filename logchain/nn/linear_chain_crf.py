@@ -30,11 +30,12 @@ from .checks import check_count
 from .parameters import over
 
 
-class Sequences(NamedTuple):
+class TagLayout(NamedTuple):
     """How the variables of sequences lie in the emissions; with a mask, the chain has those that count first.
 
-    `inside` (n, v) is the mask, `order` (n, v) the step from which each variable is taken, `lengths` (n) the numbers of
-    variables that count: 1 for an empty sequence, and 0 for one that `strict_mask` refuses.
+    `inside` (n, v) is the mask, `order` (n, v) the step from which each variable is taken, None for the first ones in
+    order, `lengths` (n) the numbers of variables that count: 1 for an empty sequence, and 0 for one that `strict_mask`
+    refuses.
     """
 
     batch_first: bool
@@ -52,8 +53,9 @@ class Sequences(NamedTuple):
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
         """Values of the chain in the layout of the emissions, `fill` where masked."""
-        if self.order is not None and self.inside is not None:
-            values = torch.where(over(self.inside, values.shape), _rows(values, self.order.argsort(1)), fill)
+        if self.inside is not None:
+            values = values if self.order is None else _rows(values, self.order.argsort(1))
+            values = torch.where(over(self.inside, values.shape), values, fill)
         return values if self.batch_first or self.cu_seqlens is not None else values.transpose(0, 1)
 
     def ended(self, steps: int, device: torch.device) -> Tensor:
@@ -126,7 +128,7 @@ class LinearChainCRF(nn.Module):
         NotImplementedError: `torch.jit.script` or `torch.jit.trace` meets the layer.
 
     Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds a sequence, and twice that backward; one copy
-    of the emissions, and with a mask a second one.
+    of the emissions, and a second one where a mask has holes or lies on a GPU.
 
     Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML (2001).
 
@@ -351,7 +353,7 @@ class LinearChainCRF(nn.Module):
 
     def _chain(
         self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[dict[str, Any], Sequences]:
+    ) -> tuple[dict[str, Any], TagLayout]:
         """The arguments of functions of a chain, and how its variables lie in the emissions."""
         if is_jit_traced():
             self._refuse("torch.jit.trace")
@@ -378,7 +380,7 @@ class LinearChainCRF(nn.Module):
             chain = chain._replace(p0=torch.where(empty, torch.where(only, 0.0, -torch.inf), chain.p0))
         return {**chain._asdict(), "cu_seqlens": cu_seqlens}, sequences
 
-    def _sequences(self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Sequences:
+    def _sequences(self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> TagLayout:
         """The layout of the emissions; arguments are checked, the first steps of a strict mask where they are read."""
         axes = ["total"] if cu_seqlens is not None else ["n", "v"] if self.batch_first else ["v", "n"]
         check_tensor("emissions", emissions, 2, self.transitions)
@@ -390,7 +392,7 @@ class LinearChainCRF(nn.Module):
         if cu_seqlens is not None:
             check_is_tensor("cu_seqlens", cu_seqlens)
         if mask is None:
-            return Sequences(self.batch_first, cu_seqlens=cu_seqlens)
+            return TagLayout(self.batch_first, cu_seqlens=cu_seqlens)
         check_mask("mask", mask, emissions)
         if cu_seqlens is not None:
             raise ValueError("mask: expected None with cu_seqlens; leave masked rows out of the emissions")
@@ -401,23 +403,24 @@ class LinearChainCRF(nn.Module):
                 "mask: expected the first step of every sequence on, got it off in sequence"
                 f" {first.tolist().index(False)}; if the mask is not upside down, pass strict_mask=False to the layer"
             )
-        lengths, steps = inside.sum(1), torch.arange(inside.shape[1], device=mask.device)
-        order = torch.where(inside, steps, steps + inside.shape[1]).argsort(dim=1)  # distinct: ONNX has no stable sort
+        lengths, steps, order = inside.sum(1), torch.arange(inside.shape[1], device=mask.device), None
+        if not is_readable(mask) or not inside.equal(steps < lengths[:, None]):  # other variables than the first ones
+            order = torch.where(inside, steps, steps + inside.shape[1]).argsort(dim=1)  # ONNX has no stable sort
         lengths = torch.where(first, lengths, 0) if self.strict_mask else lengths.clamp(min=1)
-        return Sequences(self.batch_first, inside, order, lengths)
+        return TagLayout(self.batch_first, inside, order, lengths)
 
-    def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: Sequences) -> ChainArguments:
+    def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: TagLayout) -> ChainArguments:
         return ChainArguments(x, transitions[None], start, True, sequences.lengths)
 
     def _tags(self, states: Tensor) -> Tensor:
         """The tags of the chain's states; -1 stays."""
         return states
 
-    def _states(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+    def _states(self, tags: Tensor, begins: Tensor | None, sequences: TagLayout) -> Tensor:
         """The chain's states of tags, of which none is unknown."""
         return tags
 
-    def _agreeing(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+    def _agreeing(self, tags: Tensor, begins: Tensor | None, sequences: TagLayout) -> Tensor:
         """Whether each state of each variable agrees with its tag."""
         return (tags[..., None] == torch.arange(self.num_tags, device=tags.device)) | (tags[..., None] == -1)
 

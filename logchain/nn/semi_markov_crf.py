@@ -11,7 +11,7 @@ from ..tensors import is_readable
 from ..transitions import Duration
 from ..viterbi import viterbi
 from .checks import check_count
-from .linear_chain_crf import LinearChainCRF, Sequences, check_mask
+from .linear_chain_crf import LinearChainCRF, TagLayout, check_mask
 
 
 class SemiMarkovCRF(LinearChainCRF):
@@ -156,7 +156,7 @@ class SemiMarkovCRF(LinearChainCRF):
         posteriors = marginals(**chain, transitions="full")
         return sequences.spread(chain["bulk"].marginal_segments(posteriors, cu_seqlens).durations, 0.0)
 
-    def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: Sequences) -> ChainArguments:
+    def _arguments(self, x: Tensor, start: Tensor, transitions: Tensor, sequences: TagLayout) -> ChainArguments:
         structure = Duration(transitions, self.durations.to(x.dtype))
         lengths, cu_seqlens = sequences.lengths, sequences.cu_seqlens
         return structure.arguments(x, start, log_params=True, lengths=lengths, cu_seqlens=cu_seqlens)
@@ -164,12 +164,12 @@ class SemiMarkovCRF(LinearChainCRF):
     def _tags(self, states: Tensor) -> Tensor:
         return states // self.max_duration
 
-    def _ends(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+    def _ends(self, tags: Tensor, begins: Tensor | None, sequences: TagLayout) -> Tensor:
         """Whether a segment ends at each step: before another tag, before `begins`, and with the sequence."""
         ends = sequences.ended(tags.shape[-1], tags.device) | (tags != tags.roll(-1, -1))
         return ends if begins is None else ends | begins.roll(-1, -1)
 
-    def _states(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+    def _states(self, tags: Tensor, begins: Tensor | None, sequences: TagLayout) -> Tensor:
         """The counting states of tags; where values are not read, those of segments with too many steps are -1."""
         steps = torch.arange(tags.shape[-1], device=tags.device)
         ends = self._ends(tags, begins, sequences)
@@ -180,7 +180,7 @@ class SemiMarkovCRF(LinearChainCRF):
             raise ValueError(f"tags: expected {expected}; pass a larger max_duration to the layer, or begins")
         return torch.where(left < self.max_duration, tags * self.max_duration + left, -1)
 
-    def _agreeing(self, tags: Tensor, begins: Tensor | None, sequences: Sequences) -> Tensor:
+    def _agreeing(self, tags: Tensor, begins: Tensor | None, sequences: TagLayout) -> Tensor:
         """Whether counting states agree with tags; next to an unknown tag a segment may end or not."""
         left = torch.arange(self.max_duration, device=tags.device)
         free = (tags == -1) | (tags.roll(-1, -1) == -1)
