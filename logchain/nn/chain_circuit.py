@@ -17,6 +17,7 @@ from .checks import check_count, check_last_axes
 from .data import Data, Ends, Rows, Sequences
 from .emissions import Emission
 from .log_weights import LogWeights
+from .transitions import Transitions
 
 
 class Completion(NamedTuple):
@@ -54,7 +55,7 @@ class ChainCircuit(ChainModel):
 
     Attributes:
         emission: the input layer.
-        transition: `LogWeights` `[t, v-1, c, c]`, `[from, to]`, or the module that was passed.
+        transition: `Transitions` of matrices `[t, v-1, c, c]`, `[from, to]`, or the module that was passed.
         initial: `LogWeights` `[t, c]`.
         mixing: `LogWeights` `[t]`.
 
@@ -82,7 +83,12 @@ class ChainCircuit(ChainModel):
         (weights): LogWeights(1, 3, 2, 2)
       )
       (mixing): LogWeights(1)
-      (transition): LogWeights(1, 2, 2, 2)
+      (transition): Transitions(
+        Dense([1, 2, 2, 2])
+        (weights): ModuleList(
+          (0): LogWeights(1, 2, 2, 2)
+        )
+      )
       (initial): LogWeights(1, 2)
     )
     >>> circuit.initial.set(torch.tensor([0.5, 0.5]))
@@ -122,7 +128,7 @@ class ChainCircuit(ChainModel):
             raise ValueError(f"emission: expected units {[t, v, c]}, got {list(self.emission.units)}")
         check_module("transition", transition, None)
         self.mixing = LogWeights(t, generator=generator)
-        self.transition = LogWeights(t, v - 1, c, c, generator=generator) if transition is None else transition
+        self.transition = Transitions(c, lead=(t, v - 1), generator=generator) if transition is None else transition
         self.initial = LogWeights(t, c, generator=generator)
 
     def posterior(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Marginals:

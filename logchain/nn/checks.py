@@ -30,11 +30,11 @@ def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
             raise ValueError(f"{expected}, got {value}")
 
 
-def check_lead(lead: object) -> None:
-    """Check for the sizes of axes before others: a tuple of positive integers."""
+def check_lead(lead: object, least: Literal[0, 1] = 1) -> None:
+    """Check for the sizes of axes before others: a tuple of integers."""
     if not isinstance(lead, tuple | list):
-        raise TypeError(f"lead: expected a tuple of positive integers, got {lead!r}")
-    check_count("lead", *lead)
+        raise TypeError(f"lead: expected a tuple of integers, got {lead!r}")
+    check_count("lead", *lead, least=least)
 
 
 def check_number(name: str, value: object) -> None:

@@ -447,7 +447,7 @@ class HMM(ChainModel):
     @property
     def _is_trained(self) -> bool:
         """Whether the transition is a module of trained probabilities, which takes no covariates."""
-        return isinstance(self.transition, LogWeights | Transitions)
+        return isinstance(self.transition, Transitions)
 
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""

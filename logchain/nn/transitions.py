@@ -75,7 +75,7 @@ class Transitions(torch.nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        check_lead(lead)
+        check_lead(lead, least=0)
         structure = _structure(states).map(Tensor.detach)
         if isinstance(structure, Dense) and not (lead or structure.lead):
             lead = (1,)

@@ -15,9 +15,11 @@ from logchain.nn import (
     Categorical,
     ChainCircuit,
     ConvergenceWarning,
+    Dirichlet,
     Gaussian,
     LogWeights,
     NormalInverseWishart,
+    Transitions,
     fit,
     standard_errors,
 )
@@ -85,7 +87,7 @@ def structured_circuit(kind):
 TRANSITIONS = ["banded", "sparse", "low rank and diagonal", "monarch"]
 FITTED = {
     "numbers": numbers,
-    "matrix per step": partial(numbers, transition=LogWeights(5, 3, 3, generator=seeded())),
+    "matrix per step": partial(numbers, transition=Transitions(3, lead=(5,), generator=seeded())),
     "forbidding circuit": forbidding_circuit,
     **{f"circuit, {kind}": partial(structured_circuit, kind) for kind in TRANSITIONS},
 }
@@ -235,20 +237,6 @@ def test_starts_whose_gradients_overflow_are_skipped():
         hmm.fit(data, optimizer=lambda p: torch.optim.SGD(p, lr=1e20), **options)
 
 
-class Counted(LogWeights):
-    """Log-weights with a Dirichlet prior, in the terms of the protocol."""
-
-    def __init__(self, *shape, counts):
-        self.counts = counts
-        super().__init__(*shape)
-
-    def log_prior(self):
-        return (self.counts * self().double()).sum()
-
-    def maximize(self, statistics, step=1.0):
-        super().maximize(statistics + self.counts, step)
-
-
 def blocks(length, size, of=1.0):
     """Numbers [1, length] that alternate between two means after `size` steps."""
     draw = np.random.default_rng(0)
@@ -257,7 +245,7 @@ def blocks(length, size, of=1.0):
 
 def test_fit_with_a_prior_ends_at_the_maximum_of_the_posterior():
     data = blocks(400, 10)
-    hmm = HMM(2, "gaussian", transition=Counted(1, 2, 2, counts=20.0), generator=seeded()).double()
+    hmm = HMM(2, "gaussian", transition=Transitions(2, prior=Dirichlet(21.0)), generator=seeded()).double()
     report = hmm.fit(data, restarts=3, generator=seeded())
     assert report.converged and report.log_posterior == max(report.starts) == report.history[-1]
     expected = hmm.log_prob(data).sum() + 20 * hmm.transition().sum()
@@ -279,9 +267,8 @@ def test_fit_ends_within_its_tolerance_of_the_maximum_where_gains_fall_slowly():
 @pytest.mark.parametrize("method", ["em", "gradient"])
 def test_priors_count_once_in_mini_batches(method):
     data = torch.tensor([0, 1]).repeat(200, 1)[:, :1]
-    hmm = HMM(1, Categorical(1, 2, generator=seeded())).double()
-    hmm.emission.weights = Counted(2, 1, counts=torch.tensor([[100.0], [300.0]], dtype=F64)).double()
-    hmm.emission.weights.dim = -2
+    prior = Dirichlet(torch.tensor([[101.0], [301.0]]))
+    hmm = HMM(1, Categorical(1, 2, prior=prior, generator=seeded())).double()
     options = {"step": 0.2} if method == "em" else {"optimizer": partial(torch.optim.SGD, lr=0.3)}
     report = hmm.fit(data, method=method, batch_size=20, max_iterations=30, restarts=0, generator=seeded(), **options)
     torch.testing.assert_close(hmm.emission.weights().exp().flatten().detach(), torch.tensor([0.5, 0.5]).double())

@@ -478,5 +478,5 @@ def test_probabilities_are_read_without_gradients():
     assert MODELS["matrix per step"].make().transition_matrix.shape == (V - 1, C, C)
     chain = MODELS["stationary start, banded"].make()
     close(chain.initial_probabilities @ chain.transition_matrix, array(chain.initial_probabilities))
-    named = HMM(C, "bernoulli", initial=nn.LogWeights(C), transition=nn.LogWeights(C, C))
+    named = HMM(C, "bernoulli", initial=nn.LogWeights(C), transition=nn.Transitions(C))
     assert named.log_prob(torch.tensor([[0, 1, 1]])).shape == (1,) and named.transition_matrix.shape == (C, C)
