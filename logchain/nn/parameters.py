@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from inspect import signature
 from typing import Any
 
@@ -65,16 +66,29 @@ def first_draw(module: Any, generator: torch.Generator | None) -> None:
     """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
     module.reset_parameters(generator)
     for part in module.modules():
-        part._first_draw = [parameter.detach().clone() for parameter in part.parameters(recurse=False)]
+        own = part.parameters(recurse=False)
+        part._first_draw = [(parameter.dtype, _fingerprint(parameter, parameter.dtype)) for parameter in own]
 
 
 def is_as_drawn(module: torch.nn.Module) -> bool:
-    """Whether the module's own parameters have the values that its constructor drew."""
+    """Whether the module's own parameters have the values that its constructor drew, perhaps in a wider dtype."""
     drawn: Any = getattr(module, "_first_draw", None)
     own = list(module.parameters(recurse=False))
-    if drawn is None or len(own) != len(drawn) or not all(map(has_values, (*own, *drawn))):
+    if drawn is None or len(own) != len(drawn) or not all(map(has_values, own)):
         return False
-    return all(torch.equal(parameter, first.to(parameter)) for parameter, first in zip(own, drawn, strict=True))
+    return all(
+        _fingerprint(parameter, dtype) == fingerprint
+        and torch.equal(parameter.to(dtype).to(parameter.dtype), parameter)
+        for parameter, (dtype, fingerprint) in zip(own, drawn, strict=True)
+    )
+
+
+def _fingerprint(parameter: Tensor, dtype: torch.dtype) -> bytes:
+    """A digest of the values in a dtype, which takes no memory as a copy would."""
+    if not has_values(parameter):
+        return b""
+    values = parameter.detach().to(dtype).to("cpu", torch.float64)
+    return blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
 def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
