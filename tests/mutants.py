@@ -477,7 +477,7 @@ MUTANTS = [
            "len(rows) / n if self.moving else 1.0", "1.0",
            "tests/nn/test_fit.py -k priors_count_once"),
     Mutant("what is set through data is overwritten", "logchain/nn/parameters.py",
-           "_fingerprint(parameter, dtype) == fingerprint and", "",
+           "_fingerprint(parameter, dtype) == fingerprint", "True",
            "tests/nn/test_fit.py -k nobody_set"),
     Mutant("one sequence of a module is several", "logchain/nn/chain_model.py",
            "if sequences.batch_axes is None:", "if False:", "tests/nn/test_fit.py -k one_sequence_of_a_module"),
