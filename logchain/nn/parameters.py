@@ -87,7 +87,7 @@ def _fingerprint(parameter: Tensor, dtype: torch.dtype) -> bytes:
     """A digest of the values in a dtype, which takes no memory as a copy would."""
     if not has_values(parameter):
         return b""
-    values = parameter.detach().to(dtype).to("cpu", torch.float64)
+    values = parameter.detach().to(dtype).cpu().double()
     return blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
