@@ -10,6 +10,8 @@ from .transitions.transition import Transition
 class ChainArguments(NamedTuple):
     """The arguments of every function of a chain, as in `product(**arguments._asdict())`.
 
+    Those of `logchain.distributed` take no packed sequences, and so no `cu_seqlens`.
+
     Attributes:
         x: `[*B, v, c]` in nats.
         bulk: `[*B or less, v-1 or 1, c, c]` as `[from, to]`, or a structure of `logchain.transitions`.
