@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
+from typing_extensions import Unpack
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
@@ -17,7 +18,7 @@ from ..transitions import Duration, Transition
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count, check_rows
-from .data import Array, Data, Ends, Rows, Sequences, as_tensor
+from .data import Array, Conditions, Data, Rows, Sequences, as_tensor
 from .emissions import Emission
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
@@ -142,10 +143,8 @@ class HMM(ChainModel):
         data: Data,
         observed: Rows = None,
         *,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
         transitions: Literal["sum", "full"] | None = None,
+        **conditions: Unpack[Conditions],
     ) -> Marginals:
         """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
@@ -167,7 +166,7 @@ class HMM(ChainModel):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         result = self._posterior(chain, transitions)
         moves: Any = result.transitions
         if transitions == "full" and sequences.is_list and chain.cu_seqlens is not None:
@@ -177,9 +176,7 @@ class HMM(ChainModel):
             moves = [moves[first:end] if dense else moves.between(first, end) for first, end in steps]
         return result._replace(states=sequences.in_layout(result.states), transitions=moves)
 
-    def decode(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Path:
+    def decode(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
         Returns:
@@ -190,14 +187,12 @@ class HMM(ChainModel):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         path = viterbi(**chain._asdict())
         return path._replace(states=sequences.in_layout(self._of_steps(path.states, chain)))
 
     @torch.no_grad()
-    def filter(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> FilteredStates:
+    def filter(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> FilteredStates:
         """The posterior of each state given the data up to it, and the log-likelihood of each step given the past.
 
         Returns:
@@ -214,7 +209,7 @@ class HMM(ChainModel):
         >>> torch.isclose(filtered.log_likelihoods.sum(), hmm.log_prob(data))
         tensor(True)
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
         totals = forward.logsumexp(-1)  # log p(data up to each step)
         before = totals.roll(1, -1)
@@ -235,10 +230,8 @@ class HMM(ChainModel):
         num_steps: int,
         observed: Rows = None,
         *,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
         future_covariates: Rows = None,
+        **conditions: Unpack[Conditions],
     ) -> Forecast:
         """The probabilities of the states at the steps after the last one, and the mean of the data there.
 
@@ -260,13 +253,13 @@ class HMM(ChainModel):
                 [0.1800, 0.8200]]), tensor([45.1000, 41.2000]))
         """
         check_count("num_steps", num_steps)
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         shares = sequences.last(filtered(**chain._asdict()).states)  # (*B, c)
         future = None
         if future_covariates is not None:
             future = as_tensor("future_covariates", future_covariates, chain.x, cast=True)
             check_rows("future_covariates", future, (*shares.shape[:-1], num_steps))
-        elif covariates is not None:
+        elif sequences.covariates is not None:
             raise ValueError(f"future_covariates: expected those of {num_steps} steps after the covariates, got None")
         bulk = self._log_transitions(future)
         matrices = (bulk.to_dense(log_params=True) if isinstance(bulk, Transition) else bulk).exp()
@@ -282,9 +275,7 @@ class HMM(ChainModel):
         return Forecast(result, mean_of(self.emission, result, future))
 
     @torch.no_grad()
-    def impute(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Any:
+    def impute(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Any:
         """The data, with what is missing replaced by its expectation conditional on all that is observed.
 
         Where data have finitely many values, such as categories, it is replaced by the most probable one.
@@ -302,7 +293,7 @@ class HMM(ChainModel):
         tensor([0., 1., 2.])
         """
         emission = self._known_emission("impute from")
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         values, known = emission.known(sequences.data, sequences.known)
         if known is None:
             return sequences.in_layout(values)
@@ -316,10 +307,8 @@ class HMM(ChainModel):
         num_samples: int,
         observed: Rows = None,
         *,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
         generator: Generator | None = None,
+        **conditions: Unpack[Conditions],
     ) -> Any:
         """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
@@ -332,7 +321,7 @@ class HMM(ChainModel):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
         return sequences.in_layout(self._of_steps(paths, chain), 1)
 
@@ -435,10 +424,6 @@ class HMM(ChainModel):
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
 
-    def _event_axes(self) -> int | None:
-        layer = self.emission
-        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
-
     def _known_emission(self, purpose: str) -> Emission:
         if not isinstance(self.emission, Emission):
             raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
@@ -449,9 +434,9 @@ class HMM(ChainModel):
         """Whether the transition is a module of trained probabilities, which takes no covariates."""
         return isinstance(self.transition, Transitions)
 
-    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
+    def _chain_of(self, *arguments: Any, **conditions: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""
-        sequences = self._sequences(*arguments)
+        sequences = self._sequences(*arguments, **conditions)
         x = potentials(self.emission, self.num_states, sequences)
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(sequences.data.shape)}")
