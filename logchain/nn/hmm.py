@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
@@ -15,6 +15,7 @@ from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
+from ..transitions.dense import Dense
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count, check_rows
@@ -22,6 +23,7 @@ from .data import Array, Conditions, Data, Rows, Sequences, as_tensor
 from .emissions import Emission
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
+from .hmmlearn_models import emission_of, float64
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
 from .transitions import Transitions
@@ -127,9 +129,8 @@ class HMM(ChainModel):
         They have no gradients. With `Durations`, they are those with which segments follow each other.
         """
         logs = self._log_transitions(None)
-        if isinstance(logs, Transition):
-            logs = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
-        matrix = logs.detach().exp()
+        dense = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
+        matrix = dense.detach().exp()
         return matrix.squeeze(0) if matrix.dim() == 3 else matrix
 
     @property
@@ -261,8 +262,7 @@ class HMM(ChainModel):
             check_rows("future_covariates", future, (*shares.shape[:-1], num_steps))
         elif sequences.covariates is not None:
             raise ValueError(f"future_covariates: expected those of {num_steps} steps after the covariates, got None")
-        bulk = self._log_transitions(future)
-        matrices = (bulk.to_dense(log_params=True) if isinstance(bulk, Transition) else bulk).exp()
+        matrices = self._log_transitions(future).to_dense(log_params=True).exp()
         matrices = matrices if matrices.dim() > 2 else matrices[None]  # (*B or less, k or 1, c, c)
         if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
             expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
@@ -386,7 +386,7 @@ class HMM(ChainModel):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
         if bool(numbers.isnan().any()):
             raise ValueError(f"by: expected numbers, got nan of state {int(numbers.isnan().int().argmax())}")
-        if not (self._is_trained and isinstance(self._log_transitions(None), Tensor)):
+        if not (self._is_trained and isinstance(self._log_transitions(None), Dense)):
             raise TypeError(f"transition: expected a dense matrix that is trained, got {self.transition}")
         if not isinstance(self.initial, LogWeights | None):
             raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
@@ -416,9 +416,11 @@ class HMM(ChainModel):
         >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
         tensor([[3.5000]], dtype=torch.float64)
         """
-        from .hmmlearn_models import from_hmmlearn
-
-        return from_hmmlearn(model)
+        emission = emission_of(model)
+        hmm: Any = cls(model.n_components, emission).double()
+        hmm.initial.set(float64(model.startprob_))
+        hmm.transition.set(float64(model.transmat_))
+        return cast(HMM, hmm)
 
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""
@@ -445,21 +447,21 @@ class HMM(ChainModel):
         bulk = self._transitions(batch, x.shape[-2], sequences.covariates, packed)
         return sequences, self._chain(x, bulk, sequences.lengths, packed)
 
-    def _chain(
-        self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None, packed: Tensor | None
-    ) -> ChainArguments:
+    def _chain(self, x: Tensor, bulk: Transition, ends: Tensor | None, packed: Tensor | None) -> ChainArguments:
         """The chain of log-potentials of the c states; with durations, of the states that count steps."""
         if self.initial is None:
             if isinstance(bulk, Duration):
                 raise ValueError("initial: expected 'free' with durations, got 'stationary'")
-            weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
-            return ChainArguments(x, weights, stationary_start(bulk).to(bulk.dtype), False, ends, packed)
-        if isinstance(bulk, Duration):
+            start, bulk = stationary_start(bulk).to(bulk.dtype), bulk.map(torch.exp)
+        elif isinstance(bulk, Duration):
             censored: bool = getattr(self.transition, "right_censored", True)
             return bulk.arguments(
                 x, self.initial(), log_params=True, lengths=ends, cu_seqlens=packed, right_censored=censored
             )
-        return ChainArguments(x, bulk, self.initial(), True, ends, packed)
+        else:
+            start = self.initial()
+        matrices = bulk.parameters[0] if isinstance(bulk, Dense) else bulk
+        return ChainArguments(x, matrices, start, self.initial is not None, ends, packed)
 
     def _posterior(self, chain: ChainArguments, transitions: Literal["sum", "full"] | None = None) -> Marginals:
         posterior = marginals(**chain._asdict(), transitions=transitions)
@@ -474,20 +476,19 @@ class HMM(ChainModel):
         counted = chain.x.shape[-1] // self.num_states
         return paths // counted if counted > 1 else paths
 
-    def _log_transitions(self, covariates: Tensor | None) -> Tensor | Transition:
-        if self._is_trained:
-            trained: Tensor | Transition = self.transition()
-            return trained
-        bulk: Tensor | Transition = self.transition(covariates)
+    def _log_transitions(self, covariates: Tensor | None) -> Transition:
+        bulk: Tensor | Transition = self.transition() if self._is_trained else self.transition(covariates)
         if isinstance(bulk, Transition):
             return bulk
-        check_tensor("transition", bulk, 3)
-        return torch.log_softmax(arithmetic(bulk), -1)
+        if not self._is_trained:
+            check_tensor("transition", bulk, 3)
+            bulk = torch.log_softmax(arithmetic(bulk), -1)
+        return Dense(bulk)
 
     def _transitions(
         self, batch: tuple[int, ...], v: int, covariates: Tensor | None, packed: Tensor | None
-    ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure."""
+    ) -> Transition:
+        """Log-probabilities of leading axes `[*B or less, v-1 or 1]`, packed `[v or 1]`."""
         if covariates is not None:
             if self._is_trained and not getattr(self.emission, "takes_covariates", False):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")
