@@ -198,16 +198,18 @@ def fit(
         gain = result.history[-1] - result.history[-2]
         text = f"the last of {max_iterations} iterations gained {gain:.3g} nats; pass a larger max_iterations"
         warn(f"fit: expected convergence, but {text} or tolerance", ConvergenceWarning, stacklevel=stacklevel)
+    of_model = getattr(model, "num_observations", None)
+    numbers = torch.ones(len(data)) if of_model is None else of_model(data, **run.conditions)
+    total = float((numbers if run.weights is None else numbers.to(run.weights) * run.weights).sum())
     return result._replace(
-        starts=starts,
-        num_failed=len(failures),
-        num_parameters=_num_parameters(model),
-        num_observations=run.num_observations(),
+        starts=starts, num_failed=len(failures), num_parameters=_num_parameters(model), num_observations=total
     )
 
 
 # the places of some sequences, None for all
 Rows = Tensor | None
+# a step for some batches, and the log-posterior before it, as estimated from them
+Advance = Callable[[list[Rows]], Tensor]
 
 
 @dataclass
@@ -345,7 +347,7 @@ class _Run:
         converged = converged or self.has_converged(history)
         return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
-    def em(self) -> "Advance":
+    def em(self) -> Advance:
         """Expectation maximization."""
         numbers = count()
 
@@ -359,7 +361,7 @@ class _Run:
 
         return advance
 
-    def gradient(self) -> "Advance":
+    def gradient(self) -> Advance:
         """Steps of an optimizer."""
         adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
         optimizer: Any = (self.optimizer or (adam if self.moving else lbfgs))(list(self.trained.values()))
@@ -381,16 +383,6 @@ class _Run:
             return -loss.detach() * len(self.data)
 
         return advance
-
-    def num_observations(self) -> float:
-        """The weighted number of observations."""
-        of_model = getattr(self.model, "num_observations", None)
-        numbers = torch.ones(len(self.data)) if of_model is None else of_model(self.data, **self.conditions)
-        return float((numbers if self.weights is None else numbers.to(self.weights) * self.weights).sum())
-
-
-# a step for some batches, and the log-posterior before it, as estimated from them
-Advance = Callable[[list[Rows]], Tensor]
 
 
 def _num_parameters(model: torch.nn.Module) -> int:
