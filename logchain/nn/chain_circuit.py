@@ -279,9 +279,9 @@ class ChainCircuit(ChainModel):
         t, v, c = self.emission.units
         return f"num_variables={v}, num_states={c}, num_repetitions={t}"
 
-    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
+    def _chain_of(self, *arguments: Any, **conditions: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and the chains `[*B, t, v, c]` of all repetitions, of probabilities."""
-        sequences = self._sequences(*arguments)
+        sequences = self._sequences(*arguments, **conditions)
         for name in ("covariates", "states"):
             if getattr(sequences, name) is not None:
                 raise ValueError(f"{name}: expected None with a circuit, got a tensor")
@@ -303,6 +303,9 @@ class ChainCircuit(ChainModel):
         posterior = self.posterior(sequences)
         _check_possible(posterior.log_norm)
         return torch.einsum("...tvc,tvck->...vk", posterior.states, values.to(posterior.states))
+
+    def _event_axes(self) -> int:
+        return len(self.emission.event)
 
     def _observations(self, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         """Data and mask, checked, with an axis of size 1 for the repetitions."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -17,6 +17,14 @@ Array = np.ndarray[Any, Any]
 Data = Tensor | Array | Sequence[Tensor | Array]
 Rows = Data | None
 Ends = Lengths | None
+
+
+class Conditions(TypedDict, total=False):
+    """What belongs to data, by keyword: see `HMM`."""
+
+    lengths: Ends
+    covariates: Rows
+    states: Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +52,7 @@ class Sequences:
 
     @classmethod
     def of(cls, arguments: dict[str, Rows], lengths: Ends, event_axes: int | None, like: Tensor) -> "Sequences":
-        """The arguments of a method by name: data, observed, covariates, states.
+        """The arguments of a method by name, data, observed, covariates, states; data are 0 where nothing is known.
 
         Arrays move to the device of `like`; those that a module takes which is no `Emission` take its dtype, too.
         `event_axes` is the number of axes of an event, None if an emission does not say it.
@@ -61,23 +69,17 @@ class Sequences:
         for name, each in parts.items():
             if is_list and [len(part) for part in each] != sizes:
                 raise ValueError(f"{name}: expected sequences as long as those of data, got other lengths")
-        rows, mask, covariates, states = (
+        data, mask, covariates, states = (
             None if name not in parts else torch.cat(parts[name]) if is_list else parts[name][0] for name in arguments
         )
-        assert rows is not None
+        assert data is not None
         ends = None if lengths is None else tensor_of(lengths)
-        if ends is not None and ends.dim() == 1 and rows.dim() - 1 == event_axes:
-            sizes, ends = _as_sizes(ends, rows), None
-        sequences = cls(rows, mask, covariates, states, ends, sizes, None, is_list)
-        return sequences._masked(event_axes, None if ends is None else lengths)
-
-    def _masked(self, event_axes: int | None, lengths: Ends) -> "Sequences":
-        """The same with a mask that ends with each sequence, and data that are 0 where it is False."""
-        data, mask, ends, covariates = self.data, self.known, self.lengths, self.covariates
+        if ends is not None and ends.dim() == 1 and data.dim() - 1 == event_axes:
+            sizes, lengths, ends = _as_sizes(ends, data), None, None
         axes = data.dim() - event_axes if event_axes is not None else 1 if ends is None else 1 + ends.dim()
         steps = data.shape[: max(axes, 0)]  # (*B, v), or (total)
-        if not steps or (self.is_list and event_axes is not None and len(steps) > 1):
-            expected = "sequences [v" if self.is_list else "shape [..., v"
+        if not steps or (is_list and event_axes is not None and len(steps) > 1):
+            expected = "sequences [v" if is_list else "shape [..., v"
             raise ValueError(f"data: expected {expected}{', ...' * bool(event_axes)}], got {list(data.shape)}")
         if covariates is not None and event_axes is not None:
             check_rows("covariates", covariates, steps)
@@ -97,8 +99,8 @@ class Sequences:
         if mask is not None:
             data = fill(data, mask)  # entries that are not observed may be outside the emission's support
             mask = mask if event_axes is None else over(mask, data.shape)
-        batch_axes = None if event_axes is None and self.sizes is None else len(steps) - 1
-        return replace(self, data=data, known=mask, covariates=covariates, lengths=ends, batch_axes=batch_axes)
+        batch_axes = None if event_axes is None and sizes is None else len(steps) - 1
+        return cls(data, mask, covariates, states, ends, sizes, batch_axes, is_list)
 
     @property
     def cu_seqlens(self) -> Tensor | None:

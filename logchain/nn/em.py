@@ -1,8 +1,7 @@
 """Expectation maximization of modules whose parts have maximum-likelihood parameters in closed form."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,31 +10,8 @@ from .checks import check_differentiable, check_step
 from .parameters import frozen
 
 
-class Part(Protocol):
-    """A module that expectation maximization fits by two methods.
-
-    The `flow` is the derivative of the log-likelihood by what `forward(*inputs)` returned: how often each log-weight is
-    expected to be used. Parameters that are not trained stay as they are.
-    """
-
-    def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Any:
-        """The expected sufficient statistics of a batch; those of several batches are added (`+`)."""
-
-    def maximize(self, statistics: Any, step: float = 1.0) -> None:
-        """Take the parameters of the largest expected log-posterior, or move the mean parameters `step` of the way."""
-
-
-class Call(NamedTuple):
-    """A call of a part, and what it returned."""
-
-    part: Any
-    output: Tensor
-    inputs: tuple[Any, ...]
-    named: dict[str, Any]
-
-
 def trained_parts(model: torch.nn.Module) -> list[Any]:
-    """The modules of a model that expectation maximization fits: each outermost `Part` of which a parameter is trained.
+    """The modules of a model that expectation maximization fits: the outermost of which a parameter is trained.
 
     What is inside a part is fitted by the part.
     """
@@ -51,8 +27,10 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     r"""One step of expectation maximization: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
-        model: a module; fitted are its submodules (or itself) that have methods `statistics` and `maximize`, as
-            `LogWeights` and emissions have, and of which a parameter is trained.
+        model: a module; fitted are its submodules (or itself) of which a parameter is trained and which have two
+            methods, as `LogWeights` and emissions have: `statistics(flow, *inputs)` returns what can be added (`+`),
+            where `flow` is the derivative of the log-likelihood by the result of `forward(*inputs)`: how often each
+            log-weight is expected to be used; and `maximize(statistics, step)`.
         log_likelihoods: for each batch, a function that computes its log-likelihood (a scalar, nats) by calling the
             model. The statistics of all batches are added up before the parameters change.
         step: in 0..1, the part of the way to the maximum that the mean parameters move; less than 1 for mini-batches.
@@ -76,44 +54,33 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     """
     check_step(step)
     check_differentiable("em_step")
-    with em_steps(model) as update:
-        return update(log_likelihoods, step)
-
-
-@contextmanager
-def em_steps(model: torch.nn.Module) -> Iterator[Callable[[Iterable[Callable[[], Tensor]], float], Tensor]]:
-    """The function `em_step` of a model whose calls are recorded in this context."""
-    parts, calls = trained_parts(model), list[Call]()
+    parts, calls, sums = trained_parts(model), list[Any](), dict[Any, Any]()
     parameters = [parameter for part in parts for parameter in part.parameters()]
 
     def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
-            calls.append(Call(part, output, inputs, named))
+            calls.append((part, output, inputs, named))
 
-    def update(batches: Iterable[Callable[[], Tensor]], step: float) -> Tensor:
-        totals, sums = list[Tensor](), dict[Any, Any]()
-        for batch in batches:
+    handles = [part.register_forward_hook(record, with_kwargs=True) for part in parts]
+    totals = list[Tensor]()
+    try:
+        for batch in log_likelihoods:
             calls.clear()
             with torch.enable_grad():
                 total = batch()
             totals.append(total.detach())
-            outputs = [call.output for call in calls]
+            outputs = [output for _, output, _, _ in calls]
             flows = torch.autograd.grad(total, outputs, materialize_grads=True) if outputs else ()
             with torch.no_grad():
                 for (part, _, inputs, named), flow in zip(calls, flows, strict=True):
                     statistics = part.statistics(flow, *inputs, **named)
                     sums[part] = sums[part] + statistics if part in sums else statistics
-        calls.clear()
-        if not totals:
-            raise ValueError("log_likelihoods: expected at least one batch, got none")
-        with frozen(parameters):
-            for part, statistics in sums.items():
-                part.maximize(statistics, step)
-        return sum(totals[1:], totals[0])
-
-    handles = [part.register_forward_hook(record, with_kwargs=True) for part in parts]
-    try:
-        yield update
     finally:
         for handle in handles:
             handle.remove()
+    if not totals:
+        raise ValueError("log_likelihoods: expected at least one batch, got none")
+    with frozen(parameters):
+        for part, statistics in sums.items():
+            part.maximize(statistics, step)
+    return sum(totals[1:], totals[0])

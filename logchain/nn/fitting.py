@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -17,7 +16,7 @@ from ..arguments import check_choice, check_flag, check_has_values, check_is_ten
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
 from .data import Array, Sequences, as_tensor
-from .em import em_steps, trained_parts
+from .em import em_step, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -157,7 +156,6 @@ def fit(
     >>> hmm.emission.log_rates.exp().detach()
     tensor([3.5000])
     """
-    run = _Run(model, data, dict(conditions or {}), weights, method, batch_size, step, optimizer, generator)
     check_unsharded(model)
     check_differentiable("fit")
     check_number("tolerance", tolerance)
@@ -167,7 +165,7 @@ def fit(
     check_count("max_iterations", max_iterations, least=0)
     if restarts is not None:
         check_count("restarts", restarts, least=0)
-    run.check()
+    run = _Run(model, data, conditions or {}, weights, method, tolerance, batch_size, step, optimizer, generator)
     if progress:
         check_progress()
     stacklevel = 3 if isinstance(data, Sequences) else 2  # the line that calls the method `fit` of a model, or this
@@ -177,7 +175,7 @@ def fit(
         title = f"start {start} of {num_starts}" if num_starts > 1 else "fit"
         try:
             run.draw(restarts)
-            fits.append(_one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance))
+            fits.append(run.start(bar(range(max_iterations), title, progress, "iterations")))
         except (ValueError, RuntimeError, ArithmeticError) as error:
             if num_starts == 1:
                 raise
@@ -200,21 +198,18 @@ def fit(
         gain = result.history[-1] - result.history[-2]
         text = f"the last of {max_iterations} iterations gained {gain:.3g} nats; pass a larger max_iterations"
         warn(f"fit: expected convergence, but {text} or tolerance", ConvergenceWarning, stacklevel=stacklevel)
+    of_model = getattr(model, "num_observations", None)
+    numbers = torch.ones(len(data)) if of_model is None else of_model(data, **run.conditions)
+    total = float((numbers if run.weights is None else numbers.to(run.weights) * run.weights).sum())
     return result._replace(
-        starts=starts,
-        num_failed=len(failures),
-        num_parameters=_num_parameters(model),
-        num_observations=run.num_observations(),
+        starts=starts, num_failed=len(failures), num_parameters=_num_parameters(model), num_observations=total
     )
 
 
-class _Batch(NamedTuple):
-    """Some of the data, what belongs to them, and their share of all, 1 if all are added up for each step."""
-
-    data: Any
-    conditions: dict[str, Any]
-    weights: Tensor | None
-    share: float
+# the places of some sequences, None for all
+Rows = Tensor | None
+# a step for some batches, and the log-posterior before it, as estimated from them
+Advance = Callable[[list[Rows]], Tensor]
 
 
 @dataclass
@@ -223,63 +218,107 @@ class _Run:
 
     model: Any
     data: Any
-    conditions: dict[str, Any]
+    conditions: Mapping[str, Any]
     weights: Any
     method: str
+    tolerance: float
     batch_size: int | None
     step: float | Callable[[int], float] | None
     optimizer: Optimizer | None
     generator: torch.Generator | None
 
     def __post_init__(self) -> None:
-        self.modules, self.parts = list(self.model.modules()), trained_parts(self.model)
-
-    @property
-    def values(self) -> Tensor:
-        """The tensor of the data."""
-        values: Tensor = self.data.data if isinstance(self.data, Sequences) else self.data
-        return values
+        """Check the data and the options, and that they go together."""
+        check_choice("method", self.method, ("em", "gradient"))
+        values = self.data.data if isinstance(self.data, Sequences) else self.data
+        check_is_tensor("data", values)
+        check_has_values("data", values)
+        n, self.device = len(self.data), values.device
+        if not n:
+            raise ValueError("data: expected at least one sequence, got none")
+        if self.weights is not None:
+            each = self.weights if isinstance(self.weights, Tensor) else np.asarray(self.weights)
+            self.weights = as_tensor("weights", each, values, cast=False)
+            if self.weights.shape != (n,):
+                raise ValueError(f"weights: expected shape [{n}], got {list(self.weights.shape)}")
+            self.weights = self.weights.to(self.device, torch.float64)
+            if not bool((self.weights >= 0).all() and self.weights.isfinite().all() and (self.weights > 0).any()):
+                raise ValueError("weights: expected finite numbers from 0 on, not all 0")
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+            for name, value in self.conditions.items():
+                if isinstance(value, Tensor) and value.dim() and len(value) != n:
+                    expected = f"{n} along the first axis, as the data"
+                    raise ValueError(f"{name}: expected {expected}, got {len(value)}")
+        if self.step is not None and not callable(self.step):
+            check_step(self.step)
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise TypeError(f"optimizer: expected a function of the parameters, got {self.optimizer!r}")
+        self.trained = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
+        if self.method == "em":
+            if self.optimizer is not None:
+                raise ValueError("optimizer: expected None with method 'em'")
+            of_parts = {id(parameter) for part in trained_parts(self.model) for parameter in part.parameters()}
+            if names := [name for name, parameter in self.trained.items() if id(parameter) not in of_parts]:
+                expected = "'gradient' for parameters without a maximum in closed form"
+                raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")
+            return
+        if not self.trained:
+            raise ValueError("model: expected trained parameters with method 'gradient', got none")
+        if self.step is not None:
+            raise ValueError("step: expected None with method 'gradient', whose optimizer has one")
+        half = any(parameter.dtype == torch.float16 for parameter in self.trained.values())
+        if half and not self.optimizer and not self.moving:
+            raise ValueError("optimizer: expected one for parameters in float16, in which L-BFGS overflows, got None")
 
     @property
     def moving(self) -> bool:
         """Whether the parameters change after each batch."""
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
 
-    def batches(self) -> Iterator[_Batch]:
-        """All data, in batches."""
+    def batches(self) -> Iterator[Rows]:
+        """The places of the sequences of each batch."""
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
-            yield _Batch(self.data, self.conditions, self.weights, 1.0)
+            yield None
             return
         order = torch.arange(n)
         if self.moving:
             where = "cpu" if self.generator is None else self.generator.device
             order = torch.randperm(n, generator=self.generator, device=where)
-        for rows in order.to(self.values.device).split(size):
-            conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
-            weights = None if self.weights is None else self.weights[rows]
-            yield _Batch(self.data[rows], conditions, weights, len(rows) / n if self.moving else 1.0)
+        yield from order.to(self.device).split(size)
 
-    def log_likelihood(self, batch: _Batch) -> Tensor:
+    def share(self, rows: Rows) -> float:
+        """The share of a batch of all data, 1 if all are added up for each step."""
+        return len(rows) / len(self.data) if self.moving and rows is not None else 1.0
+
+    def log_likelihood(self, rows: Rows) -> Tensor:
         """The log-likelihood of a batch, divided by its share."""
-        log_likelihoods: Tensor = self.model.log_prob(batch.data, **batch.conditions).double()
-        log_likelihoods = log_likelihoods.flatten(1).sum(1) if log_likelihoods.dim() > 1 else log_likelihoods
-        if batch.weights is not None:  # a weight of 0 excludes impossible sequences, too
-            log_likelihoods = torch.where(batch.weights > 0, log_likelihoods, 0.0) * batch.weights
-        return log_likelihoods.sum() / batch.share
 
-    def has_converged(self, history: list[float], tolerance: float) -> bool:
+        def part(value: Any) -> Any:
+            divided = isinstance(value, Sequences) or (isinstance(value, Tensor) and value.dim() > 0)
+            return value[rows] if divided and rows is not None else value
+
+        conditions = {name: part(value) for name, value in self.conditions.items()}
+        log_likelihoods: Tensor = self.model.log_prob(part(self.data), **conditions).double()
+        log_likelihoods = log_likelihoods.flatten(1).sum(1) if log_likelihoods.dim() > 1 else log_likelihoods
+        weights = part(self.weights)
+        if weights is not None:  # a weight of 0 excludes impossible sequences, too
+            log_likelihoods = torch.where(weights > 0, log_likelihoods, 0.0) * weights
+        return log_likelihoods.sum() / self.share(rows)
+
+    def has_converged(self, history: list[float]) -> bool:
         """Whether the last gain is below the tolerance and, of EM, all further ones, if they fall like the last two."""
         gains = [after - before for before, after in pairwise(history[-3:])]
-        if self.moving or not gains or tolerance < 0:
+        if self.moving or not gains or self.tolerance < 0:
             return False
         if gains[-1] <= 0:
             return True
         if self.method == "gradient":
-            return gains[-1] < tolerance
-        slower = len(gains) == 2 and gains[1] < min(tolerance, gains[0])
-        return slower and gains[1] ** 2 / (gains[0] - gains[1]) < tolerance
+            return gains[-1] < self.tolerance
+        slower = len(gains) == 2 and gains[1] < min(self.tolerance, gains[0])
+        return slower and gains[1] ** 2 / (gains[0] - gains[1]) < self.tolerance
 
     def draw(self, restarts: int | None) -> None:
         """Draw the parameters of a start, with None those that nobody has set."""
@@ -293,57 +332,57 @@ class _Run:
             elif restarts is not None:
                 reset_parameters(self.model, self.generator)
 
-    def num_observations(self) -> float:
-        """The weighted number of observations."""
-        of_model = getattr(self.model, "num_observations", None)
-        numbers = torch.ones(len(self.data)) if of_model is None else of_model(self.data, **self.conditions)
-        return float((numbers if self.weights is None else numbers.to(self.weights) * self.weights).sum())
+    def start(self, iterations: Iterable[int]) -> Fit:
+        """The fit from the present parameters."""
+        history, converged = list[float](), False
+        advance = self.em() if self.method == "em" else self.gradient()
+        for _ in iterations:
+            groups = [[rows] for rows in self.batches()] if self.moving else [list(self.batches())]
+            history.append(_finite(sum(advance(group) * self.share(group[0]) for group in groups)))
+            if converged := self.has_converged(history):
+                break
+        with torch.no_grad():
+            log_likelihood = _finite(sum(self.log_likelihood(rows) * self.share(rows) for rows in self.batches()))
+            history.append(_finite(log_likelihood + log_prior(self.model.modules())))
+        converged = converged or self.has_converged(history)
+        return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
-    def check(self) -> None:
-        """Check the data and the options, and that they go together."""
-        check_choice("method", self.method, ("em", "gradient"))
-        check_is_tensor("data", self.values)
-        check_has_values("data", self.values)
-        if not len(self.data):
-            raise ValueError("data: expected at least one sequence, got none")
-        if self.weights is not None:
-            each = self.weights if isinstance(self.weights, Tensor) else np.asarray(self.weights)
-            self.weights = as_tensor("weights", each, self.values, cast=False)
-            if self.weights.shape != (len(self.data),):
-                raise ValueError(f"weights: expected shape [{len(self.data)}], got {list(self.weights.shape)}")
-            self.weights = self.weights.to(self.values.device, torch.float64)
-            if not bool((self.weights >= 0).all() and self.weights.isfinite().all() and (self.weights > 0).any()):
-                raise ValueError("weights: expected finite numbers from 0 on, not all 0")
-        if self.batch_size is not None:
-            check_count("batch_size", self.batch_size)
-            for name, value in self.conditions.items():
-                if _divided(value) and len(value) != len(self.data):
-                    expected = f"{len(self.data)} along the first axis, as the data"
-                    raise ValueError(f"{name}: expected {expected}, got {len(value)}")
-        if self.step is not None and not callable(self.step):
-            check_step(self.step)
-        if self.optimizer is not None and not callable(self.optimizer):
-            raise TypeError(f"optimizer: expected a function of the parameters, got {self.optimizer!r}")
-        trained = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
-        if self.method == "em":
-            if self.optimizer is not None:
-                raise ValueError("optimizer: expected None with method 'em'")
-            of_parts = {id(parameter) for part in self.parts for parameter in part.parameters()}
-            if names := [name for name, parameter in trained.items() if id(parameter) not in of_parts]:
-                expected = "'gradient' for parameters without a maximum in closed form"
-                raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")
-            return
-        if not trained:
-            raise ValueError("model: expected trained parameters with method 'gradient', got none")
-        if self.step is not None:
-            raise ValueError("step: expected None with method 'gradient', whose optimizer has one")
-        if not self.optimizer and not self.moving and any(part.dtype == torch.float16 for part in trained.values()):
-            raise ValueError("optimizer: expected one for parameters in float16, in which L-BFGS overflows, got None")
+    def em(self) -> Advance:
+        """Expectation maximization."""
+        numbers = count()
 
+        def advance(batches: list[Rows]) -> Tensor:
+            step = self.step(next(numbers)) if callable(self.step) else self.step
+            with torch.no_grad():
+                before = log_prior(self.model.modules())
+            functions = (partial(self.log_likelihood, rows) for rows in batches)
+            result: Tensor = em_step(self.model, functions, 1.0 if step is None else step) + before
+            return result
 
-def _divided(condition: object) -> bool:
-    """Whether a condition has a first axis, which is that of the sequences."""
-    return isinstance(condition, Tensor) and condition.dim() > 0
+        return advance
+
+    def gradient(self) -> Advance:
+        """Steps of an optimizer."""
+        adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
+        optimizer: Any = (self.optimizer or (adam if self.moving else lbfgs))(list(self.trained.values()))
+        if not hasattr(optimizer, "step"):
+            expected = "a function that returns an optimizer"
+            raise TypeError(f"optimizer: expected {expected}, got one that returns {optimizer!r}")
+
+        def advance(batches: list[Rows]) -> Tensor:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                with torch.enable_grad():
+                    # a mean over sequences, so that a learning rate suits any number of them
+                    posterior = self.log_likelihood(batches[0]) + log_prior(self.model.modules())
+                    loss: Tensor = -posterior / len(self.data)
+                loss.backward()
+                return loss
+
+            loss: Tensor = optimizer.step(closure)
+            return -loss.detach() * len(self.data)
+
+        return advance
 
 
 def _num_parameters(model: torch.nn.Module) -> int:
@@ -355,66 +394,6 @@ def _num_parameters(model: torch.nn.Module) -> int:
             of_part: Any = getattr(part, "num_parameters", None)
             total += sum(parameter.numel() for parameter in trained) if of_part is None else of_part()
     return total
-
-
-def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
-    history: list[float] = []
-    converged = False
-    with (_em if run.method == "em" else _gradient)(run) as advance:
-        for _ in iterations:
-            batches = run.batches()
-            groups: Iterable[list[_Batch]] = ([batch] for batch in batches) if run.moving else [list(batches)]
-            history.append(_finite(sum(advance(group) * group[0].share for group in groups)))
-            if converged := run.has_converged(history, tolerance):
-                break
-    with torch.no_grad():
-        log_likelihood = _finite(sum(run.log_likelihood(batch) * batch.share for batch in run.batches()))
-        history.append(_finite(log_likelihood + log_prior(run.modules)))
-    converged = converged or run.has_converged(history, tolerance)
-    return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
-
-
-# a step for some batches, and the log-posterior before it, as estimated from them
-Advance = Callable[[list[_Batch]], Tensor]
-
-
-@contextmanager
-def _em(run: _Run) -> Iterator[Advance]:
-    numbers = count()
-
-    def advance(batches: list[_Batch]) -> Tensor:
-        step = run.step(next(numbers)) if callable(run.step) else run.step
-        with torch.no_grad():
-            before = log_prior(run.modules)
-        functions = (partial(run.log_likelihood, batch) for batch in batches)
-        result: Tensor = update(functions, 1.0 if step is None else check_step(step)) + before
-        return result
-
-    with em_steps(run.model) as update:
-        yield advance
-
-
-@contextmanager
-def _gradient(run: _Run) -> Iterator[Advance]:
-    parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-    adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
-    optimizer: Any = (run.optimizer or (adam if run.moving else lbfgs))(parameters)
-    if not hasattr(optimizer, "step"):
-        raise TypeError(f"optimizer: expected a function that returns an optimizer, got one that returns {optimizer!r}")
-
-    def advance(batches: list[_Batch]) -> Tensor:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                # a mean over sequences, so that a learning rate suits any number of them
-                loss: Tensor = -(run.log_likelihood(batches[0]) + log_prior(run.modules)) / len(run.data)
-            loss.backward()
-            return loss
-
-        loss: Tensor = optimizer.step(closure)
-        return -loss.detach() * len(run.data)
-
-    yield advance
 
 
 def _finite(total: Any) -> float:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
+from typing_extensions import Unpack
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
@@ -14,13 +15,15 @@ from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
+from ..transitions.dense import Dense
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count, check_rows
-from .data import Array, Data, Ends, Rows, Sequences, as_tensor
+from .data import Array, Conditions, Data, Rows, Sequences, as_tensor
 from .emissions import Emission
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
+from .hmmlearn_models import emission_of, float64
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
 from .transitions import Transitions
@@ -126,9 +129,8 @@ class HMM(ChainModel):
         They have no gradients. With `Durations`, they are those with which segments follow each other.
         """
         logs = self._log_transitions(None)
-        if isinstance(logs, Transition):
-            logs = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
-        matrix = logs.detach().exp()
+        dense = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
+        matrix = dense.detach().exp()
         return matrix.squeeze(0) if matrix.dim() == 3 else matrix
 
     @property
@@ -142,10 +144,8 @@ class HMM(ChainModel):
         data: Data,
         observed: Rows = None,
         *,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
         transitions: Literal["sum", "full"] | None = None,
+        **conditions: Unpack[Conditions],
     ) -> Marginals:
         """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
@@ -167,7 +167,7 @@ class HMM(ChainModel):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         result = self._posterior(chain, transitions)
         moves: Any = result.transitions
         if transitions == "full" and sequences.is_list and chain.cu_seqlens is not None:
@@ -177,9 +177,7 @@ class HMM(ChainModel):
             moves = [moves[first:end] if dense else moves.between(first, end) for first, end in steps]
         return result._replace(states=sequences.in_layout(result.states), transitions=moves)
 
-    def decode(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Path:
+    def decode(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
         Returns:
@@ -190,14 +188,12 @@ class HMM(ChainModel):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         path = viterbi(**chain._asdict())
         return path._replace(states=sequences.in_layout(self._of_steps(path.states, chain)))
 
     @torch.no_grad()
-    def filter(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> FilteredStates:
+    def filter(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> FilteredStates:
         """The posterior of each state given the data up to it, and the log-likelihood of each step given the past.
 
         Returns:
@@ -214,7 +210,7 @@ class HMM(ChainModel):
         >>> torch.isclose(filtered.log_likelihoods.sum(), hmm.log_prob(data))
         tensor(True)
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
         totals = forward.logsumexp(-1)  # log p(data up to each step)
         before = totals.roll(1, -1)
@@ -235,10 +231,8 @@ class HMM(ChainModel):
         num_steps: int,
         observed: Rows = None,
         *,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
         future_covariates: Rows = None,
+        **conditions: Unpack[Conditions],
     ) -> Forecast:
         """The probabilities of the states at the steps after the last one, and the mean of the data there.
 
@@ -260,16 +254,15 @@ class HMM(ChainModel):
                 [0.1800, 0.8200]]), tensor([45.1000, 41.2000]))
         """
         check_count("num_steps", num_steps)
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         shares = sequences.last(filtered(**chain._asdict()).states)  # (*B, c)
         future = None
         if future_covariates is not None:
             future = as_tensor("future_covariates", future_covariates, chain.x, cast=True)
             check_rows("future_covariates", future, (*shares.shape[:-1], num_steps))
-        elif covariates is not None:
+        elif sequences.covariates is not None:
             raise ValueError(f"future_covariates: expected those of {num_steps} steps after the covariates, got None")
-        bulk = self._log_transitions(future)
-        matrices = (bulk.to_dense(log_params=True) if isinstance(bulk, Transition) else bulk).exp()
+        matrices = self._log_transitions(future).to_dense(log_params=True).exp()
         matrices = matrices if matrices.dim() > 2 else matrices[None]  # (*B or less, k or 1, c, c)
         if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
             expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
@@ -282,9 +275,7 @@ class HMM(ChainModel):
         return Forecast(result, mean_of(self.emission, result, future))
 
     @torch.no_grad()
-    def impute(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Any:
+    def impute(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Any:
         """The data, with what is missing replaced by its expectation conditional on all that is observed.
 
         Where data have finitely many values, such as categories, it is replaced by the most probable one.
@@ -302,7 +293,7 @@ class HMM(ChainModel):
         tensor([0., 1., 2.])
         """
         emission = self._known_emission("impute from")
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         values, known = emission.known(sequences.data, sequences.known)
         if known is None:
             return sequences.in_layout(values)
@@ -316,10 +307,8 @@ class HMM(ChainModel):
         num_samples: int,
         observed: Rows = None,
         *,
-        lengths: Ends = None,
-        covariates: Rows = None,
-        states: Rows = None,
         generator: Generator | None = None,
+        **conditions: Unpack[Conditions],
     ) -> Any:
         """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
@@ -332,7 +321,7 @@ class HMM(ChainModel):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        sequences, chain = self._chain_of(data, observed, **conditions)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
         return sequences.in_layout(self._of_steps(paths, chain), 1)
 
@@ -397,7 +386,7 @@ class HMM(ChainModel):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
         if bool(numbers.isnan().any()):
             raise ValueError(f"by: expected numbers, got nan of state {int(numbers.isnan().int().argmax())}")
-        if not (self._is_trained and isinstance(self._log_transitions(None), Tensor)):
+        if not (self._is_trained and isinstance(self._log_transitions(None), Dense)):
             raise TypeError(f"transition: expected a dense matrix that is trained, got {self.transition}")
         if not isinstance(self.initial, LogWeights | None):
             raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
@@ -427,17 +416,15 @@ class HMM(ChainModel):
         >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
         tensor([[3.5000]], dtype=torch.float64)
         """
-        from .hmmlearn_models import from_hmmlearn
-
-        return from_hmmlearn(model)
+        emission = emission_of(model)
+        hmm: Any = cls(model.n_components, emission).double()
+        hmm.initial.set(float64(model.startprob_))
+        hmm.transition.set(float64(model.transmat_))
+        return cast(HMM, hmm)
 
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
-
-    def _event_axes(self) -> int | None:
-        layer = self.emission
-        return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
 
     def _known_emission(self, purpose: str) -> Emission:
         if not isinstance(self.emission, Emission):
@@ -449,9 +436,9 @@ class HMM(ChainModel):
         """Whether the transition is a module of trained probabilities, which takes no covariates."""
         return isinstance(self.transition, Transitions)
 
-    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
+    def _chain_of(self, *arguments: Any, **conditions: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""
-        sequences = self._sequences(*arguments)
+        sequences = self._sequences(*arguments, **conditions)
         x = potentials(self.emission, self.num_states, sequences)
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(sequences.data.shape)}")
@@ -460,21 +447,21 @@ class HMM(ChainModel):
         bulk = self._transitions(batch, x.shape[-2], sequences.covariates, packed)
         return sequences, self._chain(x, bulk, sequences.lengths, packed)
 
-    def _chain(
-        self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None, packed: Tensor | None
-    ) -> ChainArguments:
+    def _chain(self, x: Tensor, bulk: Transition, ends: Tensor | None, packed: Tensor | None) -> ChainArguments:
         """The chain of log-potentials of the c states; with durations, of the states that count steps."""
         if self.initial is None:
             if isinstance(bulk, Duration):
                 raise ValueError("initial: expected 'free' with durations, got 'stationary'")
-            weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
-            return ChainArguments(x, weights, stationary_start(bulk).to(bulk.dtype), False, ends, packed)
-        if isinstance(bulk, Duration):
+            start, bulk = stationary_start(bulk).to(bulk.dtype), bulk.map(torch.exp)
+        elif isinstance(bulk, Duration):
             censored: bool = getattr(self.transition, "right_censored", True)
             return bulk.arguments(
                 x, self.initial(), log_params=True, lengths=ends, cu_seqlens=packed, right_censored=censored
             )
-        return ChainArguments(x, bulk, self.initial(), True, ends, packed)
+        else:
+            start = self.initial()
+        matrices = bulk.parameters[0] if isinstance(bulk, Dense) else bulk
+        return ChainArguments(x, matrices, start, self.initial is not None, ends, packed)
 
     def _posterior(self, chain: ChainArguments, transitions: Literal["sum", "full"] | None = None) -> Marginals:
         posterior = marginals(**chain._asdict(), transitions=transitions)
@@ -489,20 +476,19 @@ class HMM(ChainModel):
         counted = chain.x.shape[-1] // self.num_states
         return paths // counted if counted > 1 else paths
 
-    def _log_transitions(self, covariates: Tensor | None) -> Tensor | Transition:
-        if self._is_trained:
-            trained: Tensor | Transition = self.transition()
-            return trained
-        bulk: Tensor | Transition = self.transition(covariates)
+    def _log_transitions(self, covariates: Tensor | None) -> Transition:
+        bulk: Tensor | Transition = self.transition() if self._is_trained else self.transition(covariates)
         if isinstance(bulk, Transition):
             return bulk
-        check_tensor("transition", bulk, 3)
-        return torch.log_softmax(arithmetic(bulk), -1)
+        if not self._is_trained:
+            check_tensor("transition", bulk, 3)
+            bulk = torch.log_softmax(arithmetic(bulk), -1)
+        return Dense(bulk)
 
     def _transitions(
         self, batch: tuple[int, ...], v: int, covariates: Tensor | None, packed: Tensor | None
-    ) -> Tensor | Transition:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]`, packed `[v or 1, c, c]`, or such a structure."""
+    ) -> Transition:
+        """Log-probabilities of leading axes `[*B or less, v-1 or 1]`, packed `[v or 1]`."""
         if covariates is not None:
             if self._is_trained and not getattr(self.emission, "takes_covariates", False):
                 raise ValueError("covariates: expected None with a transition and an emission that take none")

@@ -45,14 +45,9 @@ def into_steps(covariates: Tensor, batch: tuple[int, ...], v: int, packed: Tenso
     return fill(covariates, inner.to(covariates.device))
 
 
-def lead_of(bulk: Tensor | Transition) -> tuple[int, ...]:
-    """The sizes of the axes of batch and steps."""
-    return tuple(bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead)
-
-
-def first_steps(bulk: Tensor | Transition, v: int, packed: Tensor | None) -> Tensor | Transition:
+def first_steps(bulk: Transition, v: int, packed: Tensor | None) -> Transition:
     """Of trained matrices for each step those of v steps, or of the steps of each packed sequence."""
-    trained = (lead_of(bulk) or (1,))[-1]
+    trained = (bulk.lead or (1,))[-1]
     if trained == 1 or (packed is None and trained == v - 1):
         return bulk
     steps = torch.arange(v - 1, device="cpu")
@@ -60,18 +55,14 @@ def first_steps(bulk: Tensor | Transition, v: int, packed: Tensor | None) -> Ten
         steps = (torch.arange(v, device="cpu") - packed[:-1].repeat_interleave(packed.diff()) - 1).clamp(min=0)
     if len(steps) and int(steps.max()) >= trained:
         raise ValueError(f"data: expected at most {trained + 1} steps, got {int(steps.max()) + 2}")
-    steps = steps.to(bulk.device)
-    if isinstance(bulk, Tensor):
-        return bulk.index_select(-3, steps)
-    pairs = zip(bulk.parameters, bulk.leads, strict=True)
+    steps, pairs = steps.to(bulk.device), zip(bulk.parameters, bulk.leads, strict=True)
     each = (one if lead[-1:] in ((), (1,)) else one.index_select(len(lead) - 1, steps) for one, lead in pairs)
     return bulk.with_parameters(*each)
 
 
-def check_transitions(bulk: Tensor | Transition, batch: tuple[int, ...], rows: int, c: int) -> None:
+def check_transitions(bulk: Transition, batch: tuple[int, ...], rows: int, c: int) -> None:
     """Check for matrices of c states, for one step or so many, and for a batch or all of it."""
-    lead, states = lead_of(bulk) or (1,), bulk.shape[-1] if isinstance(bulk, Tensor) else bulk.states
-    states = bulk.matrix.shape[-1] if isinstance(bulk, Duration) else states
+    lead, states = bulk.lead or (1,), bulk.matrix.shape[-1] if isinstance(bulk, Duration) else bulk.states
     sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
     fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))
     if not fits or states != c:
@@ -79,7 +70,7 @@ def check_transitions(bulk: Tensor | Transition, batch: tuple[int, ...], rows: i
         raise ValueError(f"transition: expected shape {expected}, got {[*lead, states, states]}")
 
 
-def stationary_start(logs: Tensor | Transition) -> Tensor:
+def stationary_start(logs: Transition) -> Tensor:
     """The stationary distribution `[*B or less, c]` of one irreducible matrix for all steps, in float64.
 
     The solution of `p = p P` by elimination without subtractions: each entry has the relative accuracy of float64.
@@ -89,10 +80,10 @@ def stationary_start(logs: Tensor | Transition) -> Tensor:
     Source: W. Grassmann, M. Taksar and D. Heyman, "Regenerative analysis and steady state distributions for Markov
     chains", Operations Research 33 (1985).
     """
-    lead = lead_of(logs)
+    lead = logs.lead
     if lead and lead[-1] != 1:
         raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
-    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
+    dense = logs.to_dense(log_params=True)
     # probabilities: the logarithm of a state that is never visited would have no gradient
     remaining, visits = (dense[..., 0, :, :] if lead else dense).double().exp(), []
     # states are eliminated from the last: paths through one are added to the transitions among those that remain

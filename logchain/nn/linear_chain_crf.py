@@ -29,6 +29,9 @@ from ..viterbi import Path, viterbi
 from .checks import check_count
 from .parameters import over
 
+# a mask of steps, or offsets of packed sequences
+Steps = Tensor | None
+
 
 class TagLayout(NamedTuple):
     """How the variables of sequences lie in the emissions; with a mask, the chain has those that count first.
@@ -177,26 +180,22 @@ class LinearChainCRF(nn.Module):
         check_flag("batch_first", batch_first)
         check_flag("strict_mask", strict_mask)
         super().__init__()
-        self.num_tags = num_tags
-        self.batch_first = batch_first
-        self.strict_mask = strict_mask
+        self.num_tags, self.batch_first, self.strict_mask = num_tags, batch_first, strict_mask
         self.start_transitions = nn.Parameter(torch.empty(num_tags))
         self.end_transitions = nn.Parameter(torch.empty(num_tags))
         self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
-        self._register("allowed_transitions", allowed_transitions, num_tags, num_tags)
-        self._register("allowed_starts", allowed_starts, num_tags)
-        self._register("allowed_ends", allowed_ends, num_tags)
+        constraints = {"starts": allowed_starts, "ends": allowed_ends, "transitions": allowed_transitions}
+        for (kind, allowed), weights in zip(constraints.items(), self.parameters(), strict=True):
+            name = f"allowed_{kind}"
+            if allowed is not None:
+                check_is_tensor(name, allowed)
+                if allowed.dtype != torch.bool:
+                    raise TypeError(f"{name}: expected bool, got {str(allowed.dtype)[6:]}; pass its .bool()")
+                if allowed.shape != weights.shape:
+                    raise ValueError(f"{name}: expected shape {list(weights.shape)}, got {list(allowed.shape)}")
+                allowed = allowed.clone()
+            self.register_buffer(name, allowed)
         self.reset_parameters()
-
-    def _register(self, name: str, allowed: Tensor | None, *shape: int) -> None:
-        if allowed is not None:
-            check_is_tensor(name, allowed)
-            if allowed.dtype != torch.bool:
-                raise TypeError(f"{name}: expected bool, got {str(allowed.dtype)[6:]}; pass its .bool()")
-            if allowed.shape != shape:
-                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(allowed.shape)}")
-            allowed = allowed.clone()
-        self.register_buffer(name, allowed)
 
     def reset_parameters(self) -> None:
         """Draw all parameters uniformly from -0.1 to 0.1."""
@@ -219,10 +218,10 @@ class LinearChainCRF(nn.Module):
         self,
         emissions: Tensor,
         tags: Tensor,
-        mask: Tensor | None = None,
+        mask: Steps = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Steps = None,
         partial: bool = False,
     ) -> Tensor:
         """The log-likelihood `log p(tags)`; its negative is the training loss.
@@ -246,12 +245,10 @@ class LinearChainCRF(nn.Module):
         >>> crf(torch.zeros(1, 3, 2), torch.tensor([[-1, -1, -1]])).exp().detach()  # of all taggings
         tensor(1.)
         """
-        return self._log_likelihood(emissions, tags, mask, cu_seqlens, reduction, partial)
+        return self._log_likelihood(emissions, tags, mask, reduction, cu_seqlens=cu_seqlens, partial=partial)
 
     @torch.no_grad()
-    def decode(
-        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
-    ) -> list[list[int]]:
+    def decode(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> list[list[int]]:
         """The most probable tags of each sequence as lists, without masked variables.
 
         Returns:
@@ -260,7 +257,7 @@ class LinearChainCRF(nn.Module):
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         return sequences.lists(self._tags(viterbi(**chain).states))
 
-    def viterbi(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Path:
+    def viterbi(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
 
         Returns:
@@ -272,7 +269,7 @@ class LinearChainCRF(nn.Module):
         return Path(sequences.spread(self._tags(path.states), -1), path.score)
 
     def topk(
-        self, emissions: Tensor, k: int, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+        self, emissions: Tensor, k: int, mask: Steps = None, *, cu_seqlens: Steps = None
     ) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
@@ -290,9 +287,9 @@ class LinearChainCRF(nn.Module):
         self,
         emissions: Tensor,
         num_samples: int,
-        mask: Tensor | None = None,
+        mask: Steps = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Steps = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
@@ -304,7 +301,7 @@ class LinearChainCRF(nn.Module):
         states = sample(**chain, num_samples=num_samples, generator=generator)
         return sequences.spread(self._tags(states).movedim(0, -1), -1).movedim(-1, 0)
 
-    def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def marginals(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
         """The posterior probabilities of tags: see `logchain.marginals`.
 
         Returns:
@@ -313,9 +310,7 @@ class LinearChainCRF(nn.Module):
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         return sequences.spread(marginals(**chain).states, 0.0)
 
-    def log_partition(
-        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
+    def log_partition(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
         """The log-partition `log Z` `[n]` of each sequence, nats: see `logchain.product`."""
         return product(**self._chain(emissions, mask, cu_seqlens)[0])
 
@@ -323,11 +318,12 @@ class LinearChainCRF(nn.Module):
         self,
         emissions: Tensor,
         tags: Tensor,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
+        mask: Steps,
         reduction: str,
-        partial: bool,
-        begins: Tensor | None = None,
+        begins: Steps = None,
+        *,
+        cu_seqlens: Steps = None,
+        partial: bool = False,
     ) -> Tensor:
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         check_flag("partial", partial)
@@ -351,9 +347,7 @@ class LinearChainCRF(nn.Module):
             counted = max(tags.numel(), 1) if sequences.inside is None else sequences.inside.sum().clamp(min=1)
         return result.sum() / counted
 
-    def _chain(
-        self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[dict[str, Any], TagLayout]:
+    def _chain(self, emissions: Tensor, mask: Steps, cu_seqlens: Steps) -> tuple[dict[str, Any], TagLayout]:
         """The arguments of functions of a chain, and how its variables lie in the emissions."""
         if is_jit_traced():
             self._refuse("torch.jit.trace")
@@ -380,7 +374,7 @@ class LinearChainCRF(nn.Module):
             chain = chain._replace(p0=torch.where(empty, torch.where(only, 0.0, -torch.inf), chain.p0))
         return {**chain._asdict(), "cu_seqlens": cu_seqlens}, sequences
 
-    def _sequences(self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> TagLayout:
+    def _sequences(self, emissions: Tensor, mask: Steps, cu_seqlens: Steps) -> TagLayout:
         """The layout of the emissions; arguments are checked, the first steps of a strict mask where they are read."""
         axes = ["total"] if cu_seqlens is not None else ["n", "v"] if self.batch_first else ["v", "n"]
         check_tensor("emissions", emissions, 2, self.transitions)

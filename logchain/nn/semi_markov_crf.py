@@ -1,6 +1,6 @@
 """The semi-Markov conditional random field: segments of one tag each, whose durations have log-weights."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ..tensors import is_readable
 from ..transitions import Duration
 from ..viterbi import viterbi
 from .checks import check_count
-from .linear_chain_crf import LinearChainCRF, TagLayout, check_mask
+from .linear_chain_crf import LinearChainCRF, Steps, TagLayout, check_mask
 
 
 class SemiMarkovCRF(LinearChainCRF):
@@ -28,7 +28,8 @@ class SemiMarkovCRF(LinearChainCRF):
     Args:
         num_tags: number of tags, c.
         max_duration: the largest number of steps of a segment, D.
-        allowed_transitions: which tags neighboring segments may have, bool `[c, c]`.
+        batch_first: see `LinearChainCRF`.
+        **options: those of `LinearChainCRF`; `allowed_transitions` are those between segments.
 
     Attributes:
         start_transitions, end_transitions: log-weights of the first and of the last segment's tag `[c]`, nats.
@@ -67,26 +68,9 @@ class SemiMarkovCRF(LinearChainCRF):
     tensor([0.0000, 0.5630, 0.2071])
     """
 
-    def __init__(
-        self,
-        num_tags: int,
-        max_duration: int,
-        batch_first: bool = False,
-        *,
-        strict_mask: bool = True,
-        allowed_transitions: Tensor | None = None,
-        allowed_starts: Tensor | None = None,
-        allowed_ends: Tensor | None = None,
-    ) -> None:
+    def __init__(self, num_tags: int, max_duration: int, batch_first: bool = False, **options: Any) -> None:
         check_count("max_duration", max_duration)
-        super().__init__(
-            num_tags,
-            batch_first,
-            strict_mask=strict_mask,
-            allowed_transitions=allowed_transitions,
-            allowed_starts=allowed_starts,
-            allowed_ends=allowed_ends,
-        )
+        super().__init__(num_tags, batch_first, **options)
         self.max_duration = max_duration
         self.durations = nn.Parameter(torch.empty(num_tags, max_duration).uniform_(-0.1, 0.1))
 
@@ -99,12 +83,11 @@ class SemiMarkovCRF(LinearChainCRF):
         self,
         emissions: Tensor,
         tags: Tensor,
-        mask: Tensor | None = None,
+        mask: Steps = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
         *,
-        cu_seqlens: Tensor | None = None,
-        partial: bool = False,
-        begins: Tensor | None = None,
+        begins: Steps = None,
+        **options: Any,
     ) -> Tensor:
         """The log-likelihood of a segmentation; its negative is the training loss.
 
@@ -119,11 +102,11 @@ class SemiMarkovCRF(LinearChainCRF):
         """
         if begins is not None:
             check_mask("begins", begins, emissions)
-        return self._log_likelihood(emissions, tags, mask, cu_seqlens, reduction, partial, begins)
+        return self._log_likelihood(emissions, tags, mask, reduction, begins, **options)
 
     @torch.no_grad()
     def decode_segments(
-        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+        self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None
     ) -> list[list[tuple[int, int, int]]]:
         """The most probable segmentation of each sequence.
 
@@ -139,14 +122,12 @@ class SemiMarkovCRF(LinearChainCRF):
             for pair in pairs
         ]
 
-    def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def marginals(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
         """The posterior probabilities of tags at each step: see `LinearChainCRF.marginals`."""
         states = super().marginals(emissions, mask, cu_seqlens=cu_seqlens)
         return states.view(*states.shape[:-1], self.num_tags, -1).sum(-1)
 
-    def segment_marginals(
-        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
+    def segment_marginals(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
         """The posterior probability that a segment of a tag begins at a step and has a duration.
 
         Returns:

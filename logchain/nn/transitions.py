@@ -16,11 +16,7 @@ from .priors import Dirichlet
 # the axis along which parameters sum to 1, where it is the same for all of a structure, or that of each parameter;
 # values of `Banded` and `Sparse` sum to 1 over the arcs out of each state
 DIMS: dict[type[Transition], int | tuple[int, ...]] = {
-    Dense: -1,
-    BlockDiagonal: -1,
-    Duration: -1,
-    Kronecker: -1,
-    Monarch: -1,
+    **dict.fromkeys((Dense, BlockDiagonal, Duration, Kronecker, Monarch), -1),
     LowRank: (-1, -2),
 }
 

@@ -18,6 +18,9 @@ class Dense(Transition):
         super().__init__(matrix)
         self.states = matrix.shape[-1]
 
+    def _dense(self, semiring: Semiring) -> Tensor:
+        return self.parameters[0]
+
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
         return semiring.matmul(message, self.parameters[0])
