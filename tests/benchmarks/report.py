@@ -21,9 +21,10 @@ DOCUMENTS = [README, *sorted(PAGES.glob("*.md"))]
 MEASURED = re.compile(r"\d (ms|s|seconds|GB|MB|x|times)\b")
 # of a case, the fastest providers that are shown
 FASTEST = 2
-# parts of logchain's work, and loops in torch: in the results file, not in tables
+# in the results file, not in tables: parts of logchain's work, sharp evidence and cases like others, loops and variants
 PARTS = {*FLOORS, "copies of five tensors", "its products alone", "product alone", "one process, CPU time"}
-LOOPS = {"torch loop", "torch.compile, step by step"}
+OMITTED = re.compile("x ~|full product|full mask")
+VARIANTS = {"torch loop", "torch.compile, step by step", "dynamax, parallel"}
 # hard and ordinary chains whose errors are shown
 ERRORS = (
     "accuracy/dense",
@@ -106,8 +107,8 @@ def table(place: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> 
 
 
 def compared(kind: str, mode: str = "") -> str:
-    """Logchain's time, and the fastest others' over it; standard normal log-potentials, and one mode if it is named."""
-    place, cases = load(lambda case: case.startswith(f"{kind}/") and case.endswith(mode) and "x ~" not in case)
+    """Logchain's time, and the fastest others' over it; of one mode, if it is named."""
+    place, cases = load(lambda case: case.startswith(f"{kind}/") and case.endswith(mode) and not OMITTED.search(case))
     fastest = {
         case: "; ".join(f"{name} {times(ratio)}" for ratio, name in ratios(cases[case])[:FASTEST]) for case in cases
     }
@@ -119,7 +120,7 @@ def compared(kind: str, mode: str = "") -> str:
 def by_provider(text: Callable[[Values, str], str], shown: Callable[[str], bool]) -> str:
     """A line for each provider and a column for each case that is shown."""
     place, cases = load(shown)
-    lines = [(name, *(text(values, name) for values in cases.values())) for name in PEERS if name not in LOOPS]
+    lines = [(name, *(text(values, name) for values in cases.values())) for name in PEERS if name not in VARIANTS]
     names = [case.split("/")[1] for case in cases]
     return table(place, ("", *names), (line for line in lines if any(line[1:])))
 
