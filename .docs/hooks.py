@@ -1,8 +1,6 @@
-"""What the pages take from elsewhere in the repository: notebooks, changes; and the pictures, drawn."""
+"""Adds the notebooks and the changelog to the site, and turns pages that GitHub renders into those of the site."""
 
 import re
-import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +9,29 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# another package's code, and ours right behind it
-SIDES = re.compile(
-    r'^```python title="(?!logchain")[^\n]*\n.*?^```\n\n```python title="logchain"\n.*?^```$', re.DOTALL | re.MULTILINE
-)
-# a tag, script or style, which is left alone, or a number that would be broken behind its minus
+# another package's code, followed by ours
+BLOCK = r'^```python title="{}"\n(?:(?!```).*\n)*```$'
+SIDES = re.compile(BLOCK.format("(?!logchain).*") + r"\n\n" + BLOCK.format("logchain"), re.MULTILINE)
+# a public name, which the site makes a link to the reference
+NAME = re.compile(r"`(logchain\.[\w.]*\w)`(?!\])")
+# a tag, script or style, which is left alone, or a number that would be broken after its minus
 NUMBER = re.compile(r"(?s)(<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>)|(?<![\w.-])(?:-inf|[\d.]+e-\d+)(?!\w)")
-sys.path.insert(0, str(ROOT))
-
-import pictures  # noqa: E402
 
 
 @event_priority(100)  # before the plugin that looks for notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that lie outside of `pages`, and the pictures."""
+    """Add the files that are outside of `pages`."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         name = f"notebooks/{path.name}"
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     files.append(File.generated(config, "changelog.md", abs_src_path=str(ROOT / "logchain" / "CHANGELOG.md")))
-    for plot in sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.svg")):
-        files.append(File.generated(config, f"pictures/{plot.name}", abs_src_path=str(plot)))
-    for name, svg in drawn().items():
-        files.append(File.generated(config, f"pictures/{name}.svg", content=svg))
     return files
 
 
-@lru_cache
-def drawn() -> dict[str, bytes]:
-    """All pictures; once, also where pages are served and built again."""
-    return pictures.all()
-
-
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Code side by side, sessions marked: prompts and outputs are not copied."""
+    """Links to what the site has elsewhere; code side by side, sessions marked: prompts and outputs are not copied."""
+    markdown = markdown.replace("../../notebooks/", "notebooks/").replace("../../logchain/CHANGELOG.md", "changelog.md")
+    markdown = NAME.sub(r'<autoref identifier="\1" optional><code>\1</code></autoref>', markdown)
     markdown = SIDES.sub(r'<div class="sides" markdown>\n\n\g<0>\n\n</div>', markdown)
     markdown = re.sub(r"```python( title=.*)?\n>>>", r"```pycon\1\n>>>", markdown)
     return re.sub(r" +# doctest: .*", "", markdown)

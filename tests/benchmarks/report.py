@@ -4,25 +4,37 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import isinf, isnan
 from pathlib import Path
 
 from tests.benchmarks.cases import GRADIENTS, SCALED, SCALING
 from tests.benchmarks.peers import FLOORS, PEERS
-from tests.benchmarks.run import GRADIENT_ERROR, PEAK, RATIO, RESULTS, TIME, VALUE, VALUE_ERROR, read
+from tests.benchmarks.run import GRADIENT_ERROR, PEAK, RATIO, TIME, VALUE, VALUE_ERROR, read
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+PAGES = ROOT / ".docs" / "pages"
+PICTURES = PAGES / "pictures"
 # every document that may hold tables
-DOCUMENTS = [README, *sorted((ROOT / ".docs" / "pages").glob("*.md"))]
+DOCUMENTS = [README, *sorted(PAGES.glob("*.md"))]
 # a number with a unit, which documents show in tables only
 MEASURED = re.compile(r"\d (ms|s|seconds|GB|MB|x|times)\b")
 # of a case, the fastest providers that are shown
-FASTEST = 4
+FASTEST = 2
+# in the results file, not in tables: parts of logchain's work, sharp evidence and cases like others, loops and variants
+PARTS = {*FLOORS, "copies of five tensors", "its products alone", "product alone", "one process, CPU time"}
+OMITTED = re.compile("x ~|full product|full mask")
+VARIANTS = {"torch loop", "torch.compile, step by step", "dynamax, parallel"}
+# hard and ordinary chains whose errors are shown
+ERRORS = (
+    "accuracy/dense",
+    "accuracy/evidence jumps, Bakis",
+    "accuracy/log Z near 500,000",
+    "accuracy/states that stay, 10,000 steps",
+)
 
 
-# lines of the summary: a case in a user's words, and its name
+# of the plot of jobs: a case in a user's words, and its name
 JOBS = [
     ("train a CRF: loss and gradients", "32 sentences of up to 128 words, 20 tags",
         f"layers/CRF n=32 v=128 c=20, ragged mask, 2 threads/loss, {GRADIENTS}"),
@@ -43,26 +55,30 @@ JOBS = [
 Values = dict[tuple[str, str], float]
 
 
-def load(*names: str) -> tuple[str, dict[str, Values]]:
-    """Where and when the cases of these names or kinds were measured, and their values by case."""
-    dates: dict[str, set[str]] = {}
+def load(shown: Callable[[str], bool]) -> tuple[str, dict[str, Values]]:
+    """Where, when and at which commits the cases that are shown were measured, and their values by case."""
+    places: dict[tuple[str, str], set[str]] = {}
     values: dict[str, Values] = {}
     for row in read():
-        if row.case in names or row.case.partition("/")[0] in names:
-            dates.setdefault(row.hardware, set()).add(row.date)
+        if shown(row.case):
+            torch = re.search(r"torch [\d.]+", row.version)
+            if torch:
+                places.setdefault((row.date, f"{row.hardware}, {torch[0]}"), set()).add(row.commit)
             values.setdefault(row.case, {})[row.provider, row.metric] = row.value
-    places = "; ".join(f"{', '.join(sorted(days))}: {hardware}" for hardware, days in dates.items())
-    return f"Measured on {places}.", values
+    texts = (
+        f"{date}: {machine}, commit {', '.join(sorted(places[date, machine]))}" for date, machine in sorted(places)
+    )
+    return f"Measured on {'; '.join(texts)}.", values
 
 
 def of_jobs() -> tuple[str, dict[str, Values]]:
-    return load(*(case for _, _, case in JOBS))
+    return load(lambda case: case in [job for _, _, job in JOBS])
 
 
 def ratios(values: Values) -> list[tuple[float, str]]:
     """Times of other packages over logchain's, the fastest first."""
     return sorted(
-        (value, provider) for (provider, metric), value in values.items() if metric == RATIO and provider not in FLOORS
+        (value, provider) for (provider, metric), value in values.items() if metric == RATIO and provider not in PARTS
     )
 
 
@@ -85,54 +101,28 @@ def cell(values: Values, provider: str, metric: str, unit: str) -> str:
 
 def table(place: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table in Markdown, after the place where its rows were measured."""
-    body = ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines)]
+    body = ["| " + " | ".join(line) + " |" for line in (header, *lines)]
+    body.insert(1, "|---" * len(header) + "|")
     return f"{place}\n\n" + "\n".join(body)
 
 
-def summary() -> str:
-    """The fastest other package of each job."""
-    place, values = of_jobs()
-    lines = []
-    for name, size, case in JOBS:
-        (ratio, fastest), *slower = ratios(values[case])
-        time = cell(values[case], "logchain", TIME, "ms")
-        lines.append((name, size, time, fastest, times(ratio), str(1 + len(slower))))
-    measured = "its time over logchain's", "packages measured"
-    return table(place, ("job, float32", "size", "logchain", "fastest other package", *measured), lines)
+def compared(kind: str, mode: str = "") -> str:
+    """Logchain's time, and the fastest others' over it; of one mode, if it is named."""
+    place, cases = load(lambda case: case.startswith(f"{kind}/") and case.endswith(mode) and not OMITTED.search(case))
+    fastest = {
+        case: "; ".join(f"{name} {times(ratio)}" for ratio, name in ratios(cases[case])[:FASTEST]) for case in cases
+    }
+    names = {case: case.split("/", 1)[1].removesuffix(mode).replace("/", ": ").rstrip(": ") for case in cases}
+    lines = [(names[case], cell(cases[case], "logchain", TIME, "ms"), text) for case, text in fastest.items() if text]
+    return table(place, (f"float32{mode and ', '}{mode}", "logchain", "others' time over logchain's"), lines)
 
 
-def peers() -> str:
-    """Logchain's time, the floors', and the fastest packages' over logchain's."""
-    place, cases = load("peers")
-    lines = []
-    for case, values in cases.items():
-        milliseconds = (cell(values, name, TIME, "ms") for name in ("logchain", *FLOORS))
-        fastest = ratios(values)
-        text = "; ".join(f"{name} {times(ratio)}" for ratio, name in fastest[:FASTEST])
-        lines.append((*case.split("/")[1:], *milliseconds, text, str(len(fastest))))
-    header = "workload, float32", "mode", "logchain", *FLOORS, "the fastest packages' time over logchain's", "packages"
-    return table(place, header, lines)
-
-
-def compared(kind: str) -> str:
-    """Logchain's time, the others' over it, and peaks of memory where they were measured, a column for each."""
-    place, cases = load(kind)
-    columns = dict.fromkeys(key for values in cases.values() for key in values if key[1] in (RATIO, PEAK))
-    columns = sorted(columns, key=lambda column: column[1] == PEAK)
-    lines = []
-    for case, values in cases.items():
-        numbers = (cell(values, *column, "x") for column in columns)
-        lines.append((*case.split("/")[1:], cell(values, "logchain", TIME, "ms"), *numbers))
-    names = [name if metric == RATIO else f"{name}: {metric}" for name, metric in columns]
-    return table(place, ("workload, float32", "mode", "logchain", *names), lines)
-
-
-def by_provider(kind: str, text: Callable[[Values, str], str]) -> str:
-    """A line for each provider and a column for each case."""
-    place, cases = load(kind)
-    names = [name for name in PEERS if any(name == provider for values in cases.values() for provider, _ in values)]
-    lines = [(name, *(text(values, name) for values in cases.values())) for name in names]
-    return table(place, ("provider", *(": ".join(case.split("/")[1:]) for case in cases)), lines)
+def by_provider(text: Callable[[Values, str], str], shown: Callable[[str], bool]) -> str:
+    """A line for each provider and a column for each case that is shown."""
+    place, cases = load(shown)
+    lines = [(name, *(text(values, name) for values in cases.values())) for name in PEERS if name not in VARIANTS]
+    names = [case.split("/")[1] for case in cases]
+    return table(place, ("", *names), (line for line in lines if any(line[1:])))
 
 
 def errors(values: Values, name: str) -> str:
@@ -147,17 +137,20 @@ def errors(values: Values, name: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "summary": summary,
-    "peers": peers,
-    "accuracy": lambda: by_provider("accuracy", errors),
-    "memory": lambda: by_provider("memory", lambda values, name: cell(values, name, PEAK, "x")),
-    **{
-        kind: partial(compared, kind)
-        for kind in ("durations", "layers", "paths", "queries", "ranks", "schedules", "sharpness", "streams")
-    },
-    "structures": partial(compared, "structures"),
-    # where the numbers of the plot of jobs come from
+    "peers": lambda: compared("peers", GRADIENTS),
+    "layers": lambda: compared("layers"),
+    "paths": lambda: compared("paths", "viterbi"),
+    "memory": lambda: by_provider(
+        lambda values, name: cell(values, name, PEAK, "x"),
+        lambda case: case.startswith("memory/") and case.endswith(GRADIENTS),
+    ),
+    "accuracy": lambda: by_provider(errors, lambda case: case in ERRORS),
+    "durations": lambda: compared("durations", GRADIENTS),
+    "structures": lambda: compared("structures", GRADIENTS),
+    "ranks": lambda: compared("ranks", GRADIENTS),
+    # where the numbers of the plots come from
     "caption": lambda: of_jobs()[0],
+    "scaling": lambda: load(lambda case: case.startswith("scaling/"))[0],
 }
 
 
@@ -192,7 +185,7 @@ SHOWN, LONGEST = 3, 25
 
 @contextmanager
 def figure(name: str, panels: int, height: float, title: str):
-    """Panels one below the other, to be read on a phone, saved next to the results: the same file for the same rows."""
+    """Panels one below the other, to be read on a phone, saved next to the pages: the same file for the same rows."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -202,7 +195,7 @@ def figure(name: str, panels: int, height: float, title: str):
         drawing, axes = plt.subplots(panels, 1, figsize=(5.2, height), layout="constrained", squeeze=False)
         yield list(axes[:, 0])
         drawing.suptitle(title, fontsize=10)
-        drawing.savefig(RESULTS.with_name(f"{name}.svg"), metadata={"Date": None})
+        drawing.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
         plt.close(drawing)
 
 
@@ -234,7 +227,7 @@ def plot_jobs() -> None:
 
 def plot_scaling() -> None:
     """Times against v and c."""
-    _, values = load("scaling")
+    _, values = load(lambda case: case.startswith("scaling/"))
     names = {"v": "variables v", "c": "states c"}
     title = "Forward and backward, one matrix for all steps,\nfloat32, one thread"
     with figure("scaling", len(names), 2.6 * len(names) + 0.6, title) as panels:

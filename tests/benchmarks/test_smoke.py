@@ -73,14 +73,14 @@ def test_durations_agree_with_a_recursion_and_have_times_and_memory():
     assert [row[1:3] for row in peaks] == [(name, run.PEAK) for name in ("logchain", "torch segment recursion")]
 
 
-def test_every_kind_of_case_has_rows_and_a_table():
+def test_every_kind_of_case_has_rows_and_tables_have_text():
     assert {task.name.partition("/")[0] for task in run.tasks()} == {row.case.partition("/")[0] for row in run.read()}
     assert all(write().startswith("Measured on ") for write in report.TABLES.values())
 
 
 def test_plots_are_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results.csv")
+    monkeypatch.setattr(report, "PICTURES", tmp_path)
     report.plot_jobs()
     report.plot_scaling()
     assert "best paths" in (tmp_path / "jobs.svg").read_text() and "states c" in (tmp_path / "scaling.svg").read_text()
