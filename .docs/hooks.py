@@ -9,13 +9,13 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# another package's code, and ours right behind it
+# another package's code, followed by ours
 SIDES = re.compile(
     r'^```python title="(?!logchain")[^\n]*\n.*?^```\n\n```python title="logchain"\n.*?^```$', re.DOTALL | re.MULTILINE
 )
 # a public name, which the site makes a link to the reference
 NAME = re.compile(r"`(logchain\.[\w.]*\w)`(?!\])")
-# a tag, script or style, which is left alone, or a number that would be broken behind its minus
+# a tag, script or style, which is left alone, or a number that would be broken after its minus
 NUMBER = re.compile(r"(?s)(<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>)|(?<![\w.-])(?:-inf|[\d.]+e-\d+)(?!\w)")
 
 

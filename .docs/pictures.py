@@ -13,7 +13,7 @@ from matplotlib.patches import Circle, Rectangle
 import logchain
 from logchain.transitions import Duration
 
-# M. Okabe and K. Ito's colors, which can be told apart by all readers
+# M. Okabe and K. Ito's colors, which the color-blind can distinguish
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 
 # the logarithm of the smallest positive float32
@@ -24,8 +24,8 @@ PICTURES = Path(__file__).parent / "pages" / "pictures"
 
 def figure(panels: int = 1, height: float = 3.0) -> tuple[Figure, list[Axes]]:
     """Panels one below the other, narrow enough for the text to be read on a phone."""
-    found = Figure(figsize=(5.2, height), layout="constrained")
-    return found, list(np.atleast_1d(found.subplots(panels)))
+    drawing = Figure(figsize=(5.2, height), layout="constrained")
+    return drawing, list(np.atleast_1d(drawing.subplots(panels)))
 
 
 def chain() -> Figure:
@@ -86,8 +86,8 @@ def offsets() -> Figure:
     errors: dict[str, list[float]] = {"messages as float32 logarithms": [], "logchain.marginals": []}
     for v in sizes:
         exact = posteriors(x[:v].astype(np.float64), bulk[0].astype(np.float64))
-        found = logchain.marginals(*map(torch.from_numpy, (x[:v], bulk, p0))).states.numpy()
-        for name, states in zip(errors, (posteriors(x[:v], bulk[0]), found), strict=True):
+        ours = logchain.marginals(*map(torch.from_numpy, (x[:v], bulk, p0))).states.numpy()
+        for name, states in zip(errors, (posteriors(x[:v], bulk[0]), ours), strict=True):
             errors[name].append(float(np.abs(states - exact).max()))
     drawing, [panel] = figure(height=3.2)
     for (name, values), color, mark in zip(errors.items(), (ORANGE, BLUE), "so", strict=True):

@@ -20,21 +20,21 @@ DOCUMENTS = [README, *sorted(PAGES.glob("*.md"))]
 # a number with a unit, which documents show in tables only
 MEASURED = re.compile(r"\d (ms|s|seconds|GB|MB|x|times)\b")
 # of a case, the fastest providers that are shown
-FASTEST = 3
-# parts of logchain's own work, and loops in torch: in the results file, not in tables
-PARTS = {*FLOORS, "copies of five tensors", "its products alone", "product alone"}
-LOOPS = {"torch loop", "torch.compile, step by step"}
+FASTEST = 2
+# in the results file, not in tables: parts of logchain's work, sharp evidence and cases like others, loops and variants
+PARTS = {*FLOORS, "copies of five tensors", "its products alone", "product alone", "one process, CPU time"}
+OMITTED = re.compile("x ~|full product|full mask")
+VARIANTS = {"torch loop", "torch.compile, step by step", "dynamax, parallel"}
 # hard and ordinary chains whose errors are shown
 ERRORS = (
     "accuracy/dense",
-    "accuracy/misaligned maxima: two peaks, no way between",
     "accuracy/evidence jumps, Bakis",
     "accuracy/log Z near 500,000",
     "accuracy/states that stay, 10,000 steps",
 )
 
 
-# lines of the summary: a case in a user's words, and its name
+# of the plot of jobs: a case in a user's words, and its name
 JOBS = [
     ("train a CRF: loss and gradients", "32 sentences of up to 128 words, 20 tags",
         f"layers/CRF n=32 v=128 c=20, ragged mask, 2 threads/loss, {GRADIENTS}"),
@@ -101,25 +101,14 @@ def cell(values: Values, provider: str, metric: str, unit: str) -> str:
 
 def table(place: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table in Markdown, after the place where its rows were measured."""
-    body = ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines)]
+    body = ["| " + " | ".join(line) + " |" for line in (header, *lines)]
+    body.insert(1, "|---" * len(header) + "|")
     return f"{place}\n\n" + "\n".join(body)
 
 
-def summary() -> str:
-    """The fastest other package of each job."""
-    place, values = of_jobs()
-    lines = []
-    for name, size, case in JOBS:
-        (ratio, fastest), *slower = ratios(values[case])
-        time = cell(values[case], "logchain", TIME, "ms")
-        lines.append((name, size, time, fastest, times(ratio), str(1 + len(slower))))
-    measured = "its time over logchain's", "packages measured"
-    return table(place, ("job, float32", "size", "logchain", "fastest other package", *measured), lines)
-
-
 def compared(kind: str, mode: str = "") -> str:
-    """Logchain's time, and the fastest others' over it; standard normal log-potentials, and one mode if it is named."""
-    place, cases = load(lambda case: case.startswith(f"{kind}/") and case.endswith(mode) and "x ~" not in case)
+    """Logchain's time, and the fastest others' over it; of one mode, if it is named."""
+    place, cases = load(lambda case: case.startswith(f"{kind}/") and case.endswith(mode) and not OMITTED.search(case))
     fastest = {
         case: "; ".join(f"{name} {times(ratio)}" for ratio, name in ratios(cases[case])[:FASTEST]) for case in cases
     }
@@ -131,7 +120,7 @@ def compared(kind: str, mode: str = "") -> str:
 def by_provider(text: Callable[[Values, str], str], shown: Callable[[str], bool]) -> str:
     """A line for each provider and a column for each case that is shown."""
     place, cases = load(shown)
-    lines = [(name, *(text(values, name) for values in cases.values())) for name in PEERS if name not in LOOPS]
+    lines = [(name, *(text(values, name) for values in cases.values())) for name in PEERS if name not in VARIANTS]
     names = [case.split("/")[1] for case in cases]
     return table(place, ("", *names), (line for line in lines if any(line[1:])))
 
@@ -148,7 +137,6 @@ def errors(values: Values, name: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "summary": summary,
     "peers": lambda: compared("peers", GRADIENTS),
     "layers": lambda: compared("layers"),
     "paths": lambda: compared("paths", "viterbi"),
@@ -158,10 +146,11 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "accuracy": lambda: by_provider(errors, lambda case: case in ERRORS),
     "durations": lambda: compared("durations", GRADIENTS),
-    "structures": lambda: compared("structures"),
+    "structures": lambda: compared("structures", GRADIENTS),
     "ranks": lambda: compared("ranks", GRADIENTS),
-    # where the numbers of the plot of jobs come from
+    # where the numbers of the plots come from
     "caption": lambda: of_jobs()[0],
+    "scaling": lambda: load(lambda case: case.startswith("scaling/"))[0],
 }
 
 
