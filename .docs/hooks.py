@@ -10,9 +10,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 # another package's code, followed by ours
-SIDES = re.compile(
-    r'^```python title="(?!logchain")[^\n]*\n.*?^```\n\n```python title="logchain"\n.*?^```$', re.DOTALL | re.MULTILINE
-)
+BLOCK = r'^```python title="{}"\n(?:(?!```).*\n)*```$'
+SIDES = re.compile(BLOCK.format("(?!logchain).*") + r"\n\n" + BLOCK.format("logchain"), re.MULTILINE)
 # a public name, which the site makes a link to the reference
 NAME = re.compile(r"`(logchain\.[\w.]*\w)`(?!\])")
 # a tag, script or style, which is left alone, or a number that would be broken after its minus
