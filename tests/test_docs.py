@@ -78,6 +78,11 @@ def test_files_that_the_readme_links_to_exist():
         assert heading in [title.lower().replace(" ", "-") for title in titles]
 
 
+def test_pages_are_few_and_short():
+    pages = [text for page, text in TEXTS.items() if page != "README.md"]
+    assert len(pages) <= 20 and sum(len(text.split()) for text in pages) <= 10_000
+
+
 def test_readme_is_short_and_names_this_version():
-    assert len(TEXTS["README.md"].splitlines()) <= 150
+    assert len(TEXTS["README.md"].splitlines()) <= 120
     assert f"version {logchain.__version__}" in TEXTS["README.md"]
