@@ -6,7 +6,7 @@ from tests.benchmarks import report, run
 
 parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
 commands = parser.add_subparsers(dest="command", required=True)
-measured = commands.add_parser("run", help="measure cases on this CPU, or all: some hours")
+measured = commands.add_parser("run", help="measure cases on this CPU, or all, for more than an hour")
 kinds = ", ".join(dict.fromkeys(task.name.partition("/")[0] for task in run.tasks()))
 text = f"part of the name of a case, kind/workload/provider, in which * is anything; kinds are {kinds}"
 measured.add_argument("cases", nargs="*", metavar="CASE", help=text)

@@ -1,7 +1,7 @@
 """The same chain by other packages, by formulas, and by the least that any way needs; each is a function.
 
-`make(case, mode)` prepares a call without being timed. The call returns values, [n] or [n, c, c], and with gradients
-those of the sum of values for x; a floor's results mean nothing. A package is imported where it is used.
+`make(case)` prepares a call without being timed. The call returns values, [n] or [n, c, c], and the gradients of their
+sum for x; a floor's results mean nothing. A package is imported where it is used.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,36 +14,35 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.benchmarks.cases import EACH, FORWARD, GRADIENTS, MATRICES, ONE, STEP, Call, Case, Chain, Stack, stacked
+from tests.benchmarks.cases import EACH, MATRICES, ONE, STEP, Call, Case, Chain, Stack, stacked
 
 
 class Peer(NamedTuple):
     """How to prepare a call, the package that must be installed, and the matrices that are possible."""
 
-    make: Callable[[Any, str], Call]
+    make: Callable[[Any], Call]
     package: str
     matrices: tuple[str, ...] = (ONE, STEP, EACH)
     floor: bool = False
 
 
-def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None = None) -> Callable[[Case, str], Call]:
+def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None = None) -> Callable[[Case], Call]:
     """Gradients of all operands by torch's autograd, of a chain or of a product of stacks [n, v, c, c]."""
 
-    def make(case: Case, mode: str) -> Call:
+    def make(case: Case) -> Call:
         function = full if isinstance(case, Stack) else chain
-        leaves = [operand.clone().requires_grad_(mode == GRADIENTS) for operand in case]
+        leaves = [operand.clone().requires_grad_() for operand in case]
 
         def run():
             values = function(*leaves)
-            gradients = torch.autograd.grad(values.sum(), leaves) if mode == GRADIENTS else [None]
-            return values.detach(), gradients[0]
+            return values.detach(), torch.autograd.grad(values.sum(), leaves)[0]
 
         return run
 
     return make
 
 
-def of_stack(product: Callable[[Tensor], Tensor]) -> Callable[[Case, str], Call]:
+def of_stack(product: Callable[[Tensor], Tensor]) -> Callable[[Case], Call]:
     """A chain as the product of its matrices."""
     return by_autograd(lambda *chain: product(stacked(*chain)).logsumexp((-2, -1)), product)
 
@@ -66,12 +65,12 @@ def loop_product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
     return reduce(lambda product, matrix: step(product, matrix[:, None], nothing), others, first)
 
 
-def loops(step: Callable[..., Tensor]) -> Callable[[Case, str], Call]:
+def loops(step: Callable[..., Tensor]) -> Callable[[Case], Call]:
     return by_autograd(partial(loop, step), partial(loop_product, step))
 
 
 @lru_cache(maxsize=1)
-def compiled_loops(mode: str) -> Callable[[Case, str], Call]:
+def compiled_loops() -> Callable[[Case], Call]:
     """With one step for all sizes: a loop that is compiled as a whole would be unrolled."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise it continues without being compiled
     torch.compiler.reset()
@@ -122,17 +121,17 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return CRF._compute_normalizer(crf, x.transpose(0, 1), torch.ones(x.shape[1::-1], dtype=torch.bool))
 
 
-def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], mode: str, offset: Any = 0.0) -> Call:
+def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], offset: Any = 0.0) -> Call:
     """By compiled code for one sequence."""
 
     def run():
         values, states = zip(*map(one, sequences), strict=True)
-        return np.array(values) + offset, None if mode == FORWARD else states
+        return np.array(values) + offset, states
 
     return run
 
 
-def pomegranate(case: Chain, mode: str) -> Call:
+def pomegranate(case: Chain) -> Call:
     from pomegranate.distributions import Categorical
     from pomegranate.hmm import DenseHMM
 
@@ -144,15 +143,13 @@ def pomegranate(case: Chain, mode: str) -> Call:
 
     @torch.no_grad()
     def run():
-        if mode == FORWARD:
-            return model.forward(emissions=case.x)[:, -1].logsumexp(-1), None
         results = model.forward_backward(emissions=case.x)
         return results[4], results[1].exp()
 
     return run
 
 
-def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Call:
+def hmmlearn(case: Chain, *, scaling: bool) -> Call:
     """The compiled functions themselves; exponentials of potentials, which it does not do, are prepared."""
     from hmmlearn import _hmmc
 
@@ -162,8 +159,6 @@ def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Call:
 
     def one(frame: np.ndarray):
         value, forward, *scales = (_hmmc.forward_scaling if scaling else _hmmc.forward_log)(start, matrix, frame)
-        if mode == FORWARD:
-            return value, None
         if scaling:
             backward = _hmmc.backward_scaling(start, matrix, frame, *scales)
             _hmmc.compute_scaling_xi_sum(forward, matrix, backward, frame)
@@ -175,10 +170,10 @@ def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Call:
         forward -= value
         return value, np.exp(forward, out=forward)
 
-    return one_by_one(one, frames.numpy(), mode, offset)
+    return one_by_one(one, frames.numpy(), offset)
 
 
-def statsmodels(case: Chain, mode: str) -> Call:
+def statsmodels(case: Chain) -> Call:
     """The filter and the smoother of a Markov-switching regression; its first transition gives p0 from anywhere."""
     from statsmodels.tsa.regime_switching import markov_switching
 
@@ -189,14 +184,12 @@ def statsmodels(case: Chain, mode: str) -> Call:
 
     def one(logs: np.ndarray):
         filtered = markov_switching.cy_hamilton_filter_log(p0, matrices, logs, 0)
-        if mode == FORWARD:
-            return filtered[2].sum(), None
         return filtered[2].sum(), markov_switching.cy_kim_smoother_log(matrices, filtered[4], filtered[5])[1].T
 
-    return one_by_one(one, potentials, mode)
+    return one_by_one(one, potentials)
 
 
-def cirkit(case: Chain, mode: str) -> Call:
+def cirkit(case: Chain) -> Call:
     """A compiled circuit; logits of input units are x, with a category for each sequence."""
     if (v := case.x.shape[1]) > 8192:
         raise NotImplementedError(f"a circuit of {v} variables takes minutes to compile")
@@ -226,8 +219,6 @@ def cirkit(case: Chain, mode: str) -> Call:
     context = PipelineContext("torch", semiring="lse-sum", fold=len(case.bulk[0]) > 1, optimize=True)
     model = context.compile(circuit)
     data = torch.arange(n)[:, None].expand(n, v).contiguous()
-    if mode == FORWARD:
-        return torch.no_grad()(lambda: (model(data)[:, 0, 0], None))
     leaves = [layer for layer in model.layers if isinstance(layer, TorchCategoricalLayer)]
     tables = [table for leaf in leaves for table in leaf.logits.parameters()]
     order = torch.cat([leaf.scope_idx[:, 0] for leaf in leaves]).argsort()
@@ -254,10 +245,10 @@ def compiled(function: Callable, case: Case) -> Call:
     return lambda: jax.block_until_ready(run(*operands))[:2]
 
 
-def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case, str], Call]:
+def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case], Call]:
     """Gradients of all operands by JAX's autodiff."""
 
-    def make(case: Case, mode: str) -> Call:
+    def make(case: Case) -> Call:
         import jax
 
         function = full if isinstance(case, Stack) else chain
@@ -266,7 +257,7 @@ def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case
             values, gradients = jax.vjp(function, *operands)
             return values, *gradients(jax.numpy.ones_like(values))
 
-        return compiled(both if mode == GRADIENTS else lambda *operands: (function(*operands), None), case)
+        return compiled(both, case)
 
     return make
 
@@ -341,14 +332,12 @@ def goom_product(stack):
     return jax.lax.scan(lambda product, matrix: (log_matmul(product, matrix), None), first, rest)[0]
 
 
-def dynamax(case: Chain, mode: str, *, parallel: bool = False) -> Call:
+def dynamax(case: Chain, *, parallel: bool = False) -> Call:
     """The filter and the smoother, mapped over sequences; or those by an associative scan over matrices."""
     import jax
-    from dynamax.hidden_markov_model import hmm_filter, hmm_smoother, parallel_inference
+    from dynamax.hidden_markov_model import hmm_smoother, parallel_inference
 
     def one(x, bulk, p0):
-        if mode == FORWARD:
-            return (parallel_inference.hmm_filter if parallel else hmm_filter)(p0, bulk, x).marginal_loglik, None
         # past its own compilation, in which the option would be a traced number
         serial = partial(hmm_smoother.__wrapped__, compute_trans_probs=True)
         results = (parallel_inference.hmm_smoother if parallel else serial)(p0, bulk, x)
@@ -384,13 +373,13 @@ def numpyro(x, bulk, p0):
     return jax.vmap(lambda *operands: log_density(counted, operands, {}, {})[0], (0, axis, None))(x, bulk, p0)
 
 
-def gemms(case: Case, mode: str) -> Call:
-    """One product of messages and a matrix per step, two more for gradients; of a stack, those of a tree's levels."""
+def gemms(case: Case) -> Call:
+    """Three products of messages and a matrix per step; of a stack, those of a tree's levels."""
     n, v, c = case.x.shape[:3]
     if isinstance(case, Stack):
         levels = []
         while v > 1:
-            levels += [torch.rand(2, n * (v // 2), c, c)] * (3 if mode == GRADIENTS else 1)
+            levels += [torch.rand(2, n * (v // 2), c, c)] * 3
             v -= v // 2
         return lambda: [torch.bmm(left, left, out=out) for left, out in levels]
     message, other, matrices = torch.rand(n, c), torch.rand(n, c), case.bulk.expand(-1, v - 1, -1, -1)
@@ -404,17 +393,15 @@ def gemms(case: Case, mode: str) -> Call:
     def run():
         for matrix in matrices:
             multiply(message, matrix, out=moved)
-            if mode == GRADIENTS:
-                multiply(other, matrix.mT, out=moved)
-                multiply(message.mT, other, out=counts)
+            multiply(other, matrix.mT, out=moved)
+            multiply(message.mT, other, out=counts)
 
     return run
 
 
-def copies(case: Case, mode: str) -> Call:
-    """A copy of as many bytes as the inputs have; for gradients, inputs twice and gradients."""
-    moved = sum(operand.numel() for operand in case) * (3 if mode == GRADIENTS else 1)
-    source = torch.ones(moved // 2)
+def copies(case: Case) -> Call:
+    """A copy of as many bytes as the inputs twice and their gradients have."""
+    source = torch.ones(3 * sum(operand.numel() for operand in case) // 2)
     return partial(torch.empty_like(source).copy_, source)
 
 
@@ -438,6 +425,6 @@ PEERS = {
     "statsmodels": Peer(statsmodels, "statsmodels", (ONE, STEP)),
     "cirkit": Peer(cirkit, "libcirkit", (ONE, STEP)),
     "torch loop": Peer(loops(step), "torch", MATRICES),
-    "torch.compile, step by step": Peer(lambda case, mode: compiled_loops(mode)(case, mode), "torch", MATRICES),
+    "torch.compile, step by step": Peer(lambda case: compiled_loops()(case), "torch", MATRICES),
 }
 FLOORS = [name for name, peer in PEERS.items() if peer.floor]

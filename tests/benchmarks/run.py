@@ -9,7 +9,6 @@ import csv
 import ctypes
 import datetime
 import gc
-import itertools
 import multiprocessing
 import os
 import platform
@@ -139,15 +138,15 @@ def compare(comparison: Comparison) -> Iterator[Row]:
             yield Row(case, name, SHARE, share)
 
 
-def part_of(peer: Peer, case: cases.Case, mode: str) -> cases.Case:
+def part_of(peer: Peer, case: cases.Case) -> cases.Case:
     """As much of a case as a run may take: from one sequence of few steps to all sequences, then to all steps."""
-    peer.make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
+    peer.make(case.part(1, 3))()  # imports, and what is compiled for all sizes
     (n, v), sequences, steps = case.x.shape[:2], 1, 8
     share = 0.0
     while share < 1 / 4 and (sequences, steps) != (n, v):
         sequences, steps = (min(4 * sequences, n), steps) if sequences < n else (n, min(4 * steps, v))
         start = time.monotonic()
-        run = peer.make(case.part(sequences, steps), mode)
+        run = peer.make(case.part(sequences, steps))
         prepared = time.monotonic() - start
         seconds = min(timeit.repeat(run, timer=time.process_time, number=1, repeat=3))  # the first may compile
         share = max(seconds / LONGEST, prepared / PREPARED)
@@ -164,27 +163,26 @@ def worst(values: Any, exact: np.ndarray) -> tuple[float, float]:
 
 def excess(answer: tuple[Any, Any], exact: cases.Truth) -> float:
     """The largest error of values and gradients over its tolerance."""
-    parts = [part for part in zip(answer, exact, TOLERANCES, strict=True) if part[0] is not None]
+    parts = zip(answer, exact, TOLERANCES, strict=True)
     return np.max([worst(values, true)[0] / (rtol * max(1.0, np.abs(true).max())) for values, true, rtol in parts])
 
 
 def peer(kind: str, workload: Workload, name: str) -> Iterator[Row]:
     """A peer's time in turns with logchain's, if its values agree with float64."""
     case, peer = draw(workload), PEERS[name]
-    for mode in MODES:
-        key, part = f"{kind}/{workload}/{mode}", case if name == "logchain" else part_of(peer, case, mode)
-        ours, theirs = PEERS["logchain"].make(case, mode), peer.make(part, mode)
-        if not peer.floor and not (error := excess(theirs(), cases.truth(part))) <= 1:
-            yield Row(key, name, EXCESS, error)
-            continue
-        calls = {"logchain": ours, name: Part(theirs, part.x.numel() / case.x.numel())}
-        yield from (row for row in compare(Comparison(key, calls)) if row.provider == name)
+    key, part = f"{kind}/{workload}/{GRADIENTS}", case if name == "logchain" else part_of(peer, case)
+    ours, theirs = PEERS["logchain"].make(case), peer.make(part)
+    if not peer.floor and not (error := excess(theirs(), cases.truth(part))) <= 1:
+        yield Row(key, name, EXCESS, error)
+        return
+    calls = {"logchain": ours, name: Part(theirs, part.x.numel() / case.x.numel())}
+    yield from (row for row in compare(Comparison(key, calls)) if row.provider == name)
 
 
 def errors(family: str, name: str) -> Iterator[Row]:
     """The largest errors of a peer."""
     chain, case = cases.accuracy()[family], f"accuracy/{family}"
-    values, posteriors = PEERS[name].make(chain, GRADIENTS)()
+    values, posteriors = PEERS[name].make(chain)()
     log_norm, states = cases.reference_truth(chain)
     error, value = worst(values, log_norm)
     yield Row(case, name, VALUE_ERROR, error)
@@ -206,16 +204,16 @@ def resident_peak(call: Call) -> int:
     return status("VmHWM") - before
 
 
-def peak(workload: Workload, name: str, mode: str) -> Iterator[Row]:
+def peak(workload: Workload, name: str) -> Iterator[Row]:
     """The peak of resident memory over the bytes of the inputs; results and gradients count."""
     import resource  # of Unix alone
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     case, make = draw(workload), PEERS[name].make
-    make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
-    run = make(case, mode)
+    make(case.part(1, 3))()  # imports, and what is compiled for all sizes
+    run = make(case)
     held = [resident_peak(run) for _ in range(2)][1]  # the first may compile
-    yield Row(f"memory/{workload}/{mode}", name, PEAK, held / sum(operand.nbytes for operand in case))
+    yield Row(f"memory/{workload}/{GRADIENTS}", name, PEAK, held / sum(operand.nbytes for operand in case))
 
 
 def of_durations(c: int, longest: int, n: int = 8, v: int = 1000) -> Iterator[Row | Comparison]:
@@ -281,9 +279,8 @@ def tasks() -> list[Task]:
                 result.append(Task(f"{kind}/{workload}/{name}", peer, (kind, workload, name), package))
         families, memory = ([], []) if floor else (cases.accuracy(), cases.MEMORY if STEP in matrices else [])
         result += [Task(f"accuracy/{family}/{name}", errors, (family, name), package) for family in families]
-        for workload, mode in itertools.product(memory, MODES):
-            title = f"memory/{workload}/{mode}/{name}"
-            result.append(Task(title, peak, (workload, name, mode), package, limit=MOST_SECONDS))
+        for workload in memory:
+            result.append(Task(f"memory/{workload}/{name}", peak, (workload, name), package, limit=MOST_SECONDS))
     for size in cases.DECODED:
         result.append(Task("paths/n={} v={} c={}/viterbi".format(*size), cases.viterbi, size, "hmmlearn, torch-struct"))
     return [
@@ -293,13 +290,11 @@ def tasks() -> list[Task]:
         *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
         *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
         *(Task(f"structures/{make.__name__}", make) for make in structures.STRUCTURES),
-        Task("queries/bands", structures.queries),
         *(
             Task("durations/c={} D={}".format(*size), of_durations, size, "torch-struct")
             for size in structures.DURATIONS
         ),
         *(Task(f"schedules/{workload}", cases.schedules, (workload,), threads=count) for count, workload in cases.CUT),
-        Task("streams", cases.streams),
         *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in RANKS),
     ]
 

@@ -105,26 +105,6 @@ def ctc(steps: int = 500, labels: int = 100, n: int = 32, classes: int = 80) -> 
         yield Comparison(f"structures/CTC T={steps} U={labels} n={n}, {classes} classes/{mode}", calls)
 
 
-def queries(v: int = 1000, c: int = 401, bands: int = 3) -> Iterator[Comparison]:
-    """Every function of a chain with bands, compared with the same function of its dense matrix."""
-    generator = torch.Generator().manual_seed(0)
-    x, p0 = torch.randn(1, v, c, generator=generator), torch.rand(c, generator=generator)
-    structure = Banded(torch.rand(bands, c, generator=generator) + 0.1, list(range(bands)))
-    functions = {
-        "viterbi": logchain.viterbi,
-        "topk_paths": partial(logchain.topk_paths, k=3),
-        "sample": partial(logchain.sample, num_samples=1),
-        "marginals": partial(logchain.marginals, transitions="sum"),
-        "filtered": logchain.filtered,
-        "forward_backward": logchain.forward_backward,
-        "entropy": logchain.entropy,
-    }
-    for name, function in functions.items():
-        calls = {"logchain": partial(function, x, structure, p0)}
-        calls["its dense matrix"] = partial(function, x, structure.to_dense()[None], p0)
-        yield Comparison(f"queries/Banded n=1 v={v} c={c}, {bands} bands/{name}", calls)
-
-
 # states and largest durations
 DURATIONS = [(c, longest) for c in (8, 24) for longest in (20, 100)]
 # steps of one sequence that torch-struct computes, and the most bytes of its first products of pairs of matrices
