@@ -48,7 +48,7 @@ __all__ = [
     "transitions",
     "viterbi",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from . import alignment, distributed, memory, nn, reference
