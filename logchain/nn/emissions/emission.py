@@ -11,8 +11,10 @@ from ...tensors import is_readable
 from ..checks import check_count, check_mask
 from ..em import em_step
 from ..lbfgs import maximize_by_lbfgs
-from ..parameters import arithmetic, seeded
+from ..parameters import Generator, arithmetic, seeded
 from .starts import cluster_weights
+
+Units = int | tuple[int, ...]
 
 
 class Emission(torch.nn.Module):
@@ -63,7 +65,7 @@ class Emission(torch.nn.Module):
     support: Any = None
     expected = ""
 
-    def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
+    def __init__(self, units: Units, event: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.units = tuple(units) if isinstance(units, tuple | list) else (units,)
         self.event = event
@@ -118,6 +120,8 @@ class Emission(torch.nn.Module):
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data with fillers where nothing is observed, and a mask of their shape, None if everything is observed."""
         data = self.check(data)
+        if observed is None and self.support is not None and is_readable(data) and self.support.check(data).all():
+            return data, None
         known: Tensor | None = None
         if data.is_floating_point():
             known = ~data.isnan()
@@ -159,7 +163,7 @@ class Emission(torch.nn.Module):
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
         return data
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator = None) -> None:
         """Draw the parameters again, without regard to data."""
         raise NotImplementedError
 
@@ -168,7 +172,7 @@ class Emission(torch.nn.Module):
         data: Tensor,
         observed: Tensor | None = None,
         *,
-        generator: torch.Generator | None = None,
+        generator: Generator = None,
         **covariates: Tensor,
     ) -> None:
         """Draw the parameters again, in the range of the data: by clusters about observations far from each other.
@@ -185,16 +189,12 @@ class Emission(torch.nn.Module):
         """
         self.start(*self.known(data, observed), generator, **covariates)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """`initialize` for data and mask of `known`."""
         self.reset_parameters(generator)
         self.fit_clusters(data, known, generator, **covariates)
 
-    def fit_clusters(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def fit_clusters(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """Fit each unit mostly to the observations that are nearest to one of them."""
         weights = cluster_weights(self, data, known, generator)
         # most of the way, so that no probability becomes 0 because the data lack a value
@@ -236,7 +236,7 @@ class Emission(torch.nn.Module):
             parameter.copy_(torch.lerp(old, parameter, step))
 
     @torch.no_grad()
-    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: Generator = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states, int64 `[..., *U]`.
 
         The generator draws the seed, since torch's distributions take no generator.
