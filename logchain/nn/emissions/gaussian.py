@@ -16,7 +16,6 @@ from ..parameters import Generator, broadcast, first_draw
 from ..priors import NormalInverseWishart
 from .emission import Emission, Units
 from .linear import by_group, groups_of, linear_log_density, weighted_sums
-from .starts import seeds
 
 # the largest variance, relative to the sum of squares, that may be nothing but rounding of float64
 ROUNDING = 2.0**-46
@@ -227,9 +226,9 @@ class Gaussian(Covariances):
     @torch.no_grad()
     def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior."""
-        start = seeds(self, data, known, generator)
-        counts = start.counts.unflatten(-1, self._blocks)  # (*U, 1, b, e)
-        squares = (start.variance.view_as(counts) * counts).diag_embed()
+        places, variance, counts, _ = self.seeds(data, known, generator)
+        counts = counts.unflatten(-1, self._blocks)  # (*U, 1, b, e)
+        squares = (variance.view_as(counts) * counts).diag_embed()
         squares, counts = self._pooled(squares), self._pooled(counts[..., None])
         if self.prior is not None:
             scale, number, *_ = self._prior(self.prior)
@@ -237,7 +236,7 @@ class Gaussian(Covariances):
         if not bool((_diagonal(squares) > 0).all()):
             expected = "at least two different observations of every variable and feature, or a prior"
             raise ValueError(f"data: expected {expected}, got one")
-        self.means.copy_(start.places.view_as(self.means))
+        self.means.copy_(places.view_as(self.means))
         self._store((squares / counts).expand(self._spread_shape))
 
     @torch.no_grad()
