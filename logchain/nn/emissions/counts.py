@@ -33,7 +33,7 @@ class Poisson(Emission):
     >>> quakes.set(torch.tensor([0.0, 20.0]))
     >>> quakes(torch.tensor([0, 19]))
     tensor([[  0.0000, -20.0000],
-            [    -inf,  -2.4210]], grad_fn=<ViewBackward0>)
+            [    -inf,  -2.4210]], grad_fn=<ToCopyBackward0>)
     """
 
     support, expected = constraints.nonnegative_integer, "counts"

@@ -43,6 +43,11 @@ def _outer(left: Tensor, right: Tensor) -> Tensor:
     return left.unsqueeze(-1) * right.unsqueeze(-2)
 
 
+def _sum(values: Tensor) -> Tensor:
+    """The sum along the last axis, in no operation if its size is 1."""
+    return values.squeeze(-1) if values.shape[-1] == 1 else values.sum(-1)
+
+
 def _diagonal(matrices: Tensor) -> Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1)
 
@@ -116,17 +121,18 @@ class Covariances(Emission):
         """Sums added up over the blocks that share a matrix."""
         return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
 
-    def _store(self, matrices: Tensor) -> Tensor:
-        """Set the covariances if all are positive but for rounding, and return which rows `[*U, c, d]` are."""
+    def _store(self, matrices: Tensor) -> Tensor | None:
+        """Set the covariances if all are positive but for rounding; otherwise return which rows `[*U, c, d]` are."""
         if self.has_matrices:
             factors, positive = cholesky(matrices)
             values = factors.tril(-1) + _diagonal(factors).log().diag_embed()
         else:
             values = matrices.log() / 2
-            positive = values[..., 0].isfinite()
-        if bool(positive.all()):
-            self._parameter.copy_(values.view_as(self._parameter))
-        return positive.flatten(-2)
+            positive = values[..., 0].abs() < torch.inf
+        if not bool(positive.all()):
+            return positive.flatten(-2)
+        self._parameter.copy_(values.view_as(self._parameter))
+        return None
 
     def _set_covariances(self, covariance: Tensor) -> None:
         """Set variances or covariances, after checks."""
@@ -139,7 +145,7 @@ class Covariances(Emission):
         if not bool((covariance == shared).all()):
             alike = "features" if self.covariance == "spherical" else "units"
             raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
-        if not bool(self._store(shared).all()):
+        if self._store(shared) is not None:
             raise ValueError("covariance: expected positive variances, or positive definite matrices")
 
     def _normal(self, means: Tensor, at: Any) -> Distribution:
@@ -196,7 +202,7 @@ class Gaussian(Covariances):
     >>> heights.set(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0]))
     >>> heights(torch.tensor([0.0, torch.nan]))
     tensor([[-0.9189, -2.7371],
-            [ 0.0000,  0.0000]], grad_fn=<ViewBackward0>)
+            [ 0.0000,  0.0000]], grad_fn=<ToCopyBackward0>)
     """
 
     partial = True
@@ -377,7 +383,8 @@ class Gaussian(Covariances):
         counts, sums, squares = statistics.unflatten(-1, (b, -1)).split((1, e, e * e), -1)
         total, squares = counts[..., None], squares.unflatten(-1, (e, e))
         before, center = self._means()
-        number, scale, old = self._pooled(total), total.new_zeros(()), self._spread()
+        number, old = self._pooled(total), self._spread()
+        scale: Tensor | float = 0.0
         if self.prior is not None:
             # a prior of means is a number of observations at its place
             scale, of_prior, place, of_place = self._prior(self.prior)
@@ -401,7 +408,7 @@ class Gaussian(Covariances):
             covariance = covariance + step * (1 - step) * apart
         if self._parameter.requires_grad:
             positive = self._store(torch.where(number > 0, covariance, old))
-            if not bool(positive.all()):
+            if positive is not None:
                 raise ValueError(self._singular(positive))
         if self.means.requires_grad:
             self.means.copy_((means + center.unsqueeze(-3)).view_as(self.means))
@@ -428,7 +435,7 @@ def _statistics(values: Tensor, known: Tensor | None = None) -> Tensor:
 
 def _natural(means: Tensor, precisions: Tensor, logs: Tensor) -> Tensor:
     """The natural parameters of `_statistics`, for means `[..., b, e]` and minus the log-density at them `[..., b]`."""
-    linear = (precisions * means.unsqueeze(-2)).sum(-1)  # (*U, c, b, e)
-    first = -logs - (linear * means).sum(-1) / 2
+    linear = _sum(precisions * means.unsqueeze(-2))  # (*U, c, b, e)
+    first = torch.sub(-logs, _sum(linear * means), alpha=0.5)
     squares = (precisions / -2).flatten(-2).expand(*means.shape[:-1], -1)
     return torch.cat((first[..., None], linear, squares), -1).flatten(-2)
