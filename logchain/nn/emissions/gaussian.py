@@ -293,10 +293,9 @@ class Gaussian(Covariances):
         return self._normal(self.means.double()[at], at)
 
     def _means(self) -> tuple[Tensor, Tensor]:
-        """The means `[*U, c, b, e]` about their mean `[*U, b, e]`, in float64, so that statistics cancel less."""
+        """The means `[*U, c, b, e]` and, so that statistics about it cancel less, their mean `[*U, 1, b, e]`."""
         means = self.means.double().view(*self.units, *self._blocks)
-        center = means.detach().mean(-3)
-        return means - center.unsqueeze(-3), center
+        return means, means.detach().mean(-3, keepdim=True)
 
     def _features(self, data: Tensor, observed: Tensor | None, center: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, b, e]`.
@@ -305,7 +304,7 @@ class Gaussian(Covariances):
         """
         data, known = self.known(data, observed)
         shape = *data.shape[: data.dim() - len(self.event)], *self._blocks
-        centered = data.double().reshape(shape) - center
+        centered = data.double().reshape(shape) - center.squeeze(-3)
         if known is None:
             return _statistics(centered), centered, None
         known = known.reshape(shape).expand_as(centered)
@@ -315,6 +314,7 @@ class Gaussian(Covariances):
         """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         (means, center), (precisions, logs) = self._means(), self._precisions()
         features, centered, known = self._features(data, observed, center)
+        means = means - center
         natural = _natural(means, precisions, logs + self._blocks[1] * _HALF_LOG_2_PI)
         log_density = linear_log_density(features, natural, self.dtype, zeros=False)
         if not self.has_matrices or known is None:
@@ -358,7 +358,10 @@ class Gaussian(Covariances):
             return statistics
         c, d = self.units[-1], self.event[0]
         flows, by_unit = groups_of(flow.double(), self.units), statistics.view(-1, c, statistics.shape[-1])
-        means, spread = means.view(-1, c, d), self._spread().expand(*self.units, 1, d, d).reshape(-1, c, d, d)
+        means, spread = (
+            (means - center).view(-1, c, d),
+            self._spread().expand(*self.units, 1, d, d).reshape(-1, c, d, d),
+        )
         for group, rows, features, pattern, _, precisions in self._patterns(centered, known):
             counts, sums, squares = (flows[group, rows].mT @ features).split((1, d, d * d), -1)
             # what is missing is an affine function of what is observed, and a rest
@@ -383,12 +386,13 @@ class Gaussian(Covariances):
         counts, sums, squares = statistics.unflatten(-1, (b, -1)).split((1, e, e * e), -1)
         total, squares = counts[..., None], squares.unflatten(-1, (e, e))
         before, center = self._means()
+        before = before - center
         number, old = self._pooled(total), self._spread()
         scale: Tensor | float = 0.0
         if self.prior is not None:
             # a prior of means is a number of observations at its place
             scale, of_prior, place, of_place = self._prior(self.prior)
-            place, of_place = place - center.unsqueeze(-3), of_place.expand_as(counts)
+            place, of_place = place - center, of_place.expand_as(counts)
             number = number + of_prior + self._pooled((of_place > 0).double()[..., None])
             counts, sums = counts + of_place, sums + of_place * place
             squares = squares + of_place[..., None] * _outer(place, place)
@@ -411,7 +415,7 @@ class Gaussian(Covariances):
             if positive is not None:
                 raise ValueError(self._singular(positive))
         if self.means.requires_grad:
-            self.means.copy_((means + center.unsqueeze(-3)).view_as(self.means))
+            self.means.copy_((means + center).view_as(self.means))
 
     def _singular(self, positive: Tensor) -> str:
         """An error message for variances `[*U, c, d]`, where axes that share have size 1, that are not all positive."""

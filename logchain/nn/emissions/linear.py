@@ -33,8 +33,8 @@ def _products(features: Tensor, natural: Tensor) -> Tensor:
 
 def weighted_sums(flow: Tensor, features: Tensor, units: tuple[int, ...]) -> Tensor:
     """`sum flow T` `[*U, c, f]` in float64, over all axes before U, of a flow `[..., *U, c]` and T `[..., *U, f]`."""
-    products = by_group(features, units).mT @ groups_of(flow.double(), units)  # (groups, f, c)
-    return products.mT.reshape(*units, features.shape[-1])
+    products = groups_of(flow.double(), units).mT @ by_group(features, units)  # (groups, c, f)
+    return products.view(*units, -1)
 
 
 def by_group(features: Tensor, units: tuple[int, ...]) -> Tensor:
