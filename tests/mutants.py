@@ -399,7 +399,7 @@ MUTANTS = [
            "scale_tril=factors[..., 0, :, :]", "scale_tril=factors[..., 0, :, :].mT",
            "tests/nn/test_emissions.py -k 'draws and gaussian'"),
     Mutant("missing features have no covariance", "logchain/nn/emissions/gaussian.py",
-           "(_outer(shift, shift) + rest)", "_outer(shift, shift)",
+           "weighed.mT @ values + counts[..., None] * rest", "weighed.mT @ values",
            "tests/nn/test_em.py -k features_of_vectors"),
     Mutant("a prior of means does not pull the covariance", "logchain/nn/emissions/gaussian.py",
            "of_place[..., None] * _outer(place, place)", "0 * of_place[..., None] * _outer(place, place)",

@@ -323,31 +323,33 @@ class Gaussian(Covariances):
             return log_density.masked_fill((known.any(-1) & ~known.all(-1)), torch.nan)
         flat = log_density.reshape(-1, self.units[-1])
         at, values = [torch.zeros(0).long().to(flat.device)], [flat[:0]]
-        means = means.reshape(-1, *means.shape[-3:])
-        for group, rows, features, pattern, factors, precisions in self._patterns(centered, known):
-            logs = _diagonal(factors).log().sum(-1) + pattern.double().sum() * _HALF_LOG_2_PI
-            natural = _natural(means[group], precisions[:, None], logs[:, None])
-            values.append((features @ natural.mT).to(flat.dtype))  # (m, c)
+        means = means.reshape(-1, *means.shape[-3:])  # (g, c, 1, d)
+        for group, rows, away, pattern, factors in self._patterns(centered, known, means):
+            white = torch.linalg.solve_triangular(factors, away.mT, upper=False)  # (c, d, m)
+            logs = _diagonal(factors).log().sum(-1, keepdim=True) + pattern.double().sum() * _HALF_LOG_2_PI
+            values.append((-logs - white.square().sum(1) / 2).mT.to(flat.dtype))  # (m, c)
             at.append(rows * math.prod(self.units[:-1]) + group)
         return flat.index_put((torch.cat(at),), torch.cat(values)).view_as(log_density)
 
+    def _matrices(self) -> Tensor:
+        """The covariances `[g, c, d, d]` of all variables."""
+        return self._spread().expand(*self.units, 1, *2 * self.event).reshape(-1, self.units[-1], *2 * self.event)
+
     def _patterns(
-        self, centered: Tensor, known: Tensor
-    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+        self, centered: Tensor, known: Tensor, means: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
         """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
 
-        Yields the variable, m rows, their statistics, the pattern `[d]`, and factors and inverses `[c, d, d]` of the
-        covariances of what is observed; what is missing has those of the identity and zeros.
+        Yields the variable, m rows, their differences from the means `[c, m, d]`, 0 where missing, the pattern `[d]`,
+        and Cholesky factors `[c, d, d]` of covariances whose missing entries are those of the identity.
         """
-        c, d = self.units[-1], self.event[0]
         centered, known = by_group(centered[..., 0, :], self.units), groups_of(known[..., 0, :], self.units)
-        spread = self._spread().expand(*self.units, 1, d, d).reshape(-1, c, d, d)
-        for group, masks in enumerate(known):
+        for group, (masks, matrices) in enumerate(zip(known, self._matrices(), strict=True)):
             for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
-                rows, inside = (masks == pattern).all(-1).nonzero()[:, 0], pattern[:, None] & pattern
-                features = _statistics(centered[group, rows][:, None].masked_fill(~pattern, 0.0))
-                factors = torch.linalg.cholesky(torch.where(inside, spread[group], torch.eye(d).to(spread)))
-                yield group, rows, features, pattern, factors, torch.cholesky_inverse(factors).masked_fill(~inside, 0.0)
+                rows, identity = (masks == pattern).all(-1).nonzero()[:, 0], torch.eye(len(pattern)).to(matrices)
+                away = (centered[group, rows] - means[group]).masked_fill(~pattern, 0.0)
+                factors = torch.linalg.cholesky(torch.where(pattern[:, None] & pattern, matrices, identity))
+                yield group, rows, away, pattern, factors
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """Expected numbers of observations, sums and products about the center: see `Emission.statistics`."""
@@ -356,23 +358,16 @@ class Gaussian(Covariances):
         statistics = weighted_sums(flow, features, self.units)
         if not self.has_matrices or known is None or not is_readable(known):
             return statistics
-        c, d = self.units[-1], self.event[0]
-        flows, by_unit = groups_of(flow.double(), self.units), statistics.view(-1, c, statistics.shape[-1])
-        means, spread = (
-            (means - center).view(-1, c, d),
-            self._spread().expand(*self.units, 1, d, d).reshape(-1, c, d, d),
-        )
-        for group, rows, features, pattern, _, precisions in self._patterns(centered, known):
-            counts, sums, squares = (flows[group, rows].mT @ features).split((1, d, d * d), -1)
-            # what is missing is an affine function of what is observed, and a rest
-            gain = torch.where(pattern[:, None], torch.eye(d).to(spread), spread[group] @ precisions)
-            rest = (spread[group] - gain @ spread[group]).masked_fill(pattern[:, None] | pattern, 0.0)
-            shift = means[group] - (gain @ means[group][..., None])[..., 0]
-            moved = (gain @ sums[..., None])[..., 0]
-            cross = _outer(moved, shift)
-            products = gain @ squares.unflatten(-1, (d, d)) @ gain.mT + cross + cross.mT
-            products = products + counts[..., None] * (_outer(shift, shift) + rest)
-            by_unit[group] += torch.cat((counts, moved + counts * shift, products.flatten(-2)), -1)
+        matrices, means = self._matrices(), (means - center).view(-1, self.units[-1], 1, *self.event)
+        flows, by_unit = groups_of(flow.double(), self.units), statistics.view(*matrices.shape[:2], -1)
+        for group, rows, away, pattern, factors in self._patterns(centered, known, means):
+            covariance, weights = matrices[group], flows[group, rows].mT[..., None]  # (c, m, 1)
+            gain = covariance @ torch.cholesky_inverse(factors).masked_fill(~(pattern[:, None] & pattern), 0.0)
+            values = means[group] + torch.where(pattern, away, away @ gain.mT)
+            rest = (covariance - gain @ covariance).masked_fill(pattern[:, None] | pattern, 0.0)
+            counts, weighed = weights.sum(1), weights * values
+            products = weighed.mT @ values + counts[..., None] * rest
+            by_unit[group] += torch.cat((counts, weighed.sum(1), products.flatten(-2)), -1)
         return statistics
 
     @torch.no_grad()
