@@ -1,5 +1,7 @@
 """Conjugate priors of probabilities, rates, means and covariances, for maximum a posteriori fits."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,20 @@ class Prior(torch.nn.Module):
     Hyperparameters are numbers or tensors that broadcast to the parameters. They are buffers, in the `state_dict`.
     """
 
+    # the least values of hyperparameters, which are finite
+    _least: Mapping[str, float] = {}
+
     def __init__(self, **hyperparameters: float | Tensor) -> None:
         super().__init__()
         for name, value in hyperparameters.items():
-            self.register_buffer(name, torch.as_tensor(value, dtype=torch.float64).clone())
+            if not isinstance(value, Tensor):
+                check_number(name, value)
+            numbers, least = torch.as_tensor(value, dtype=torch.float64).clone(), self._least.get(name, -torch.inf)
+            refused = ~(numbers.isfinite() & (numbers >= least))
+            if not numbers.is_meta and bool(refused.any()):
+                expected = f"finite numbers from {least} on" if name in self._least else "finite numbers"
+                raise ValueError(f"{name}: expected {expected}, got {numbers[refused][0].item():g}")
+            self.register_buffer(name, numbers)
 
     def extra_repr(self) -> str:
         """The hyperparameters, or the shapes of tensors."""
@@ -38,9 +50,9 @@ class Dirichlet(Prior):
     """
 
     concentration: Tensor
+    _least = {"concentration": 1}
 
     def __init__(self, concentration: float | Tensor = 1.0) -> None:
-        _check("concentration", concentration, least=1)
         super().__init__(concentration=concentration)
 
     def log_density(self, log_weights: Tensor) -> Tensor:
@@ -66,10 +78,9 @@ class Gamma(Prior):
 
     concentration: Tensor
     rate: Tensor
+    _least = {"concentration": 1, "rate": 0}
 
     def __init__(self, concentration: float | Tensor = 1.0, rate: float | Tensor = 0.0) -> None:
-        _check("concentration", concentration, least=1)
-        _check("rate", rate, least=0)
         super().__init__(concentration=concentration, rate=rate)
 
     def log_density(self, log_rates: Tensor) -> Tensor:
@@ -105,27 +116,9 @@ class NormalInverseWishart(Prior):
     dof: Tensor
     mean: Tensor
     mean_count: Tensor
+    _least = {"mean_count": 0}
 
     def __init__(
-        self,
-        scale: float | Tensor,
-        dof: float | Tensor,
-        mean: float | Tensor = 0.0,
-        mean_count: float | Tensor = 0.0,
+        self, scale: float | Tensor, dof: float | Tensor, mean: float | Tensor = 0.0, mean_count: float | Tensor = 0.0
     ) -> None:
-        _check("scale", scale)
-        _check("dof", dof)
-        _check("mean", mean)
-        _check("mean_count", mean_count, least=0)
         super().__init__(scale=scale, dof=dof, mean=mean, mean_count=mean_count)
-
-
-def _check(name: str, value: float | Tensor, least: float = -torch.inf) -> None:
-    """Check for a finite number, or a tensor of them, of at least this size."""
-    if not isinstance(value, Tensor):
-        check_number(name, value)
-        value = torch.tensor(value)
-    wrong = ~(value.isfinite() & (value >= least))
-    if not value.is_meta and bool(wrong.any()):
-        expected = "finite numbers" if least == -torch.inf else f"finite numbers from {least} on"
-        raise ValueError(f"{name}: expected {expected}, got {value[wrong][0].item():g}")

@@ -295,7 +295,7 @@ def test_default_step_reaches_the_maximum_of_a_family_of_torch(family, parameter
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("d", "covariance"), [(None, "diag"), (2, "diag"), (2, "full")])
+@pytest.mark.parametrize(("d", "covariance"), [(None, "diag"), (2, "diag"), (2, "spherical"), (2, "full"), (2, "tied")])
 def test_regression_equals_least_squares_with_weights(d, covariance, bias):
     layer = LinearGaussian(2, 3, d, covariance, bias=bias, generator=seeded()).double()
     data, covariates = normal(40, d or 1), normal(40, 3, seed=1)
@@ -304,6 +304,7 @@ def test_regression_equals_least_squares_with_weights(d, covariance, bias):
     holes = data.masked_fill(missing[:, None] if d else missing, torch.nan)
     em_step(layer, [lambda: (flow * layer(holes, covariates=covariates)).sum()])
     rows = np.column_stack([covariates, np.ones(40)] if bias else [covariates])
+    scatters, counts = [], []
     for unit in range(2):
         weights = np.sqrt(np.where(missing, 0, flow[:, unit]))[:, None]
         y = data.reshape(40, -1).numpy()
@@ -312,8 +313,13 @@ def test_regression_equals_least_squares_with_weights(d, covariance, bias):
         if bias:
             np.testing.assert_allclose(layer.bias[unit].detach(), expected[:, 3], rtol=1e-9)
         rest = weights * (y - rows @ expected.T)
-        scatter = rest.T @ rest / (weights**2).sum()
-        scatter = scatter if covariance == "full" else np.diag(np.diag(scatter))
+        scatters.append(rest.T @ rest)
+        counts.append((weights**2).sum())
+    for unit in range(2):
+        scatter = sum(scatters) / sum(counts) if covariance == "tied" else scatters[unit] / counts[unit]
+        if covariance == "spherical":
+            scatter = np.eye(2) * np.trace(scatter) / 2
+        scatter = scatter if covariance in ("full", "tied") else np.diag(np.diag(scatter))
         np.testing.assert_allclose(layer.covariances[unit], scatter, rtol=1e-9)
 
 

@@ -6,10 +6,10 @@ from torch.distributions import constraints
 
 from ..checks import check_count
 from ..log_weights import LogWeights
-from ..parameters import broadcast, first_draw
+from ..parameters import Generator, broadcast, first_draw
 from ..priors import Dirichlet, Gamma
 from .categorical import Weighted, look_up
-from .emission import Emission
+from .emission import Emission, Units
 from .linear import linear_log_density, weighted_sums
 
 
@@ -33,14 +33,12 @@ class Poisson(Emission):
     >>> quakes.set(torch.tensor([0.0, 20.0]))
     >>> quakes(torch.tensor([0, 19]))
     tensor([[  0.0000, -20.0000],
-            [    -inf,  -2.4210]], grad_fn=<ViewBackward0>)
+            [    -inf,  -2.4210]], grad_fn=<ToCopyBackward0>)
     """
 
     support, expected = constraints.nonnegative_integer, "counts"
 
-    def __init__(
-        self, units: int | tuple[int, ...], *, prior: Gamma | None = None, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, units: Units, *, prior: Gamma | None = None, generator: Generator = None) -> None:
         super().__init__(units)
         for name, value in () if prior is None else prior.named_buffers():
             broadcast(f"prior.{name}", value, torch.Size(self.units))
@@ -58,7 +56,7 @@ class Poisson(Emission):
         return torch.distributions.Poisson(self.log_rates[at].double().exp(), validate_args=False)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator = None) -> None:
         """Draw the logarithms of the rates again, standard normal."""
         self.log_rates.normal_(generator=generator)
 
@@ -128,12 +126,7 @@ class Binomial(Weighted):
     """
 
     def __init__(
-        self,
-        units: int | tuple[int, ...],
-        total_count: int,
-        *,
-        prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        self, units: Units, total_count: int, *, prior: Dirichlet | None = None, generator: Generator = None
     ) -> None:
         check_count("total_count", total_count, least=0)
         super().__init__(units)
@@ -198,9 +191,7 @@ class Bernoulli(Binomial):
             [0.7500, 0.0000]], grad_fn=<ExpBackward0>)
     """
 
-    def __init__(
-        self, units: int | tuple[int, ...], *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, units: Units, *, prior: Dirichlet | None = None, generator: Generator = None) -> None:
         super().__init__(units, 1, prior=prior, generator=generator)
 
 
@@ -232,12 +223,12 @@ class Multinomial(Weighted):
 
     def __init__(
         self,
-        units: int | tuple[int, ...],
+        units: Units,
         num_categories: int,
         total_count: int = 1,
         *,
         prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator = None,
     ) -> None:
         check_count("total_count", total_count)
         check_count("num_categories", num_categories)

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import check_device, check_is_tensor
+from ...arguments import check_device, check_has_values, check_is_tensor
 from ...tensors import is_readable
 from ..checks import check_count, check_mask
 from ..em import em_step
 from ..lbfgs import maximize_by_lbfgs
-from ..parameters import arithmetic, seeded
-from .starts import cluster_weights
+from ..parameters import Generator, arithmetic, seeded
+from .linear import by_group
+
+Units = int | tuple[int, ...]
 
 
 class Emission(torch.nn.Module):
@@ -63,7 +65,7 @@ class Emission(torch.nn.Module):
     support: Any = None
     expected = ""
 
-    def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
+    def __init__(self, units: Units, event: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.units = tuple(units) if isinstance(units, tuple | list) else (units,)
         self.event = event
@@ -118,6 +120,8 @@ class Emission(torch.nn.Module):
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data with fillers where nothing is observed, and a mask of their shape, None if everything is observed."""
         data = self.check(data)
+        if observed is None and self.support is not None and is_readable(data) and self.support.check(data).all():
+            return data, None
         known: Tensor | None = None
         if data.is_floating_point():
             known = ~data.isnan()
@@ -159,17 +163,12 @@ class Emission(torch.nn.Module):
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
         return data
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator = None) -> None:
         """Draw the parameters again, without regard to data."""
         raise NotImplementedError
 
     def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+        self, data: Tensor, observed: Tensor | None = None, *, generator: Generator = None, **covariates: Tensor
     ) -> None:
         """Draw the parameters again, in the range of the data: by clusters about observations far from each other.
 
@@ -185,20 +184,67 @@ class Emission(torch.nn.Module):
         """
         self.start(*self.known(data, observed), generator, **covariates)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """`initialize` for data and mask of `known`."""
         self.reset_parameters(generator)
         self.fit_clusters(data, known, generator, **covariates)
 
-    def fit_clusters(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def fit_clusters(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """Fit each unit mostly to the observations that are nearest to one of them."""
-        weights = cluster_weights(self, data, known, generator)
+        nearest, c = self.seeds(data, known, generator)[3], self.units[-1]  # (g, n)
+        noise = torch.rand(len(nearest), c, c, dtype=torch.float64, device=data.device, generator=generator)
+        # random shares of the other clusters make units differ whose seeds are the same
+        shares = torch.eye(c, dtype=torch.float64, device=data.device) + noise / 2
+        weights = shares.gather(1, nearest[..., None].expand(-1, -1, c)).transpose(0, 1)  # (n, g, c)
+        weights = weights.reshape(*data.shape[: data.dim() - len(self.units) + 1 - len(self.event)], *self.units)
         # most of the way, so that no probability becomes 0 because the data lack a value
         em_step(self, [lambda: (weights * self(data, known, **covariates)).sum()], 0.9)
+
+    def seeds(self, data: Tensor, known: Tensor | None, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One observation for each unit, drawn in proportion to its squared distance from those drawn before.
+
+        Data and mask are those of `known`. Events have d entries (1 for numbers); missing ones become the mean.
+
+        Returns:
+            In float64, the observations `[*U, c, d]`, and of all data the variance and number `[*U, 1, d]`; the unit
+            whose seed is the nearest to an observation, `[g, n]` for g variables.
+
+        Raises:
+            ValueError: a variable or feature is never observed.
+
+        Cost: c passes over the data.
+
+        Source: D. Arthur and S. Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007.
+        """
+        check_has_values("data", data)
+        known = torch.ones_like(data, dtype=torch.bool) if known is None else known
+        parts = (part if self.event else part[..., None] for part in (data.double(), known))
+        rows, seen = (by_group(part, self.units) for part in parts)  # (g, n, d)
+        counts = seen.sum(1, keepdim=True)
+        if not bool((counts > 0).all()):
+            raise ValueError("data: expected at least one observation of every variable and feature, got none of some")
+        # the mean is taken about one of the observations, since sums of large numbers would round their differences
+        first = rows.gather(1, seen.long().argmax(1, keepdim=True))
+        mean = first + torch.where(seen, rows - first, 0.0).sum(1, keepdim=True) / counts
+        rows = torch.where(seen, rows, mean)
+        variance = (rows - mean).square().sum(1, keepdim=True) / counts
+        # distances are in standard deviations, so that features count alike; a constant feature is not scaled
+        scaled = (rows - mean) / torch.where(variance > 0, variance, 1.0).sqrt()
+        weights, (groups, n, d) = seen.any(-1).double(), rows.shape
+        distance, nearest, places = torch.full_like(weights, torch.inf), torch.zeros_like(weights, dtype=torch.long), []
+        for unit in range(self.units[-1]):
+            apart = (distance.sum(-1) > 0)[:, None] & (unit > 0)
+            # unlike `multinomial`, for more than 2^24 columns too
+            sums = torch.where(apart, distance, weights).cumsum(-1)
+            level = torch.rand(groups, 1, dtype=sums.dtype, device=sums.device, generator=generator) * sums[:, -1:]
+            drawn = torch.searchsorted(sums, level, right=True).clamp(max=n - 1)[..., None].expand(-1, 1, d)
+            places.append(rows.gather(1, drawn))
+            to_drawn = (scaled - scaled.gather(1, drawn)).square().sum(-1) * weights
+            nearest = nearest.masked_fill(to_drawn < distance, unit)
+            distance = torch.minimum(distance, to_drawn)
+        shape = *self.units[:-1], 1, d
+        chosen = torch.cat(places, 1).view(*self.units, d)
+        return chosen, variance.view(shape), counts.double().view(shape), nearest
 
     def log_prior(self) -> Tensor:
         """The logarithm of the prior density of the parameters, without its normalizing constant: a float64 scalar."""
@@ -236,7 +282,7 @@ class Emission(torch.nn.Module):
             parameter.copy_(torch.lerp(old, parameter, step))
 
     @torch.no_grad()
-    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: Generator = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states, int64 `[..., *U]`.
 
         The generator draws the seed, since torch's distributions take no generator.

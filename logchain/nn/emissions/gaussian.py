@@ -1,7 +1,8 @@
-"""Gaussian observations, numbers or vectors, with a mean and a covariance for each hidden unit."""
+"""Normal distributions with a mean and a covariance for each hidden unit: numbers and vectors of them."""
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,31 +12,16 @@ from torch.distributions.constraints import Constraint
 from ...arguments import check_choice
 from ...tensors import is_readable
 from ..checks import check_count
-from ..parameters import broadcast, first_draw
+from ..parameters import Generator, broadcast, first_draw
 from ..priors import NormalInverseWishart
-from .emission import Emission
+from .emission import Emission, Units
 from .linear import by_group, groups_of, linear_log_density, weighted_sums
-from .starts import seeds
 
 # the largest variance, relative to the sum of squares, that may be nothing but rounding of float64
 ROUNDING = 2.0**-46
 
 # computed here, since torch.compile starts again where it meets a function of a number
 _HALF_LOG_2_PI = math.log(2 * math.pi) / 2
-
-
-def cholesky_of(factors: Tensor) -> Tensor:
-    """The Cholesky factors in float64 of parameters, which have the logarithms of the diagonals."""
-    factors = factors.double()
-    return factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
-
-
-def factors_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The parameters of Cholesky factors, and the rows `[..., d]` that are, but for rounding, independent of others."""
-    cholesky, failed = torch.linalg.cholesky_ex(matrices)
-    diagonal = cholesky.diagonal(dim1=-2, dim2=-1)
-    independent = diagonal.square() > ROUNDING * matrices.diagonal(dim1=-2, dim2=-1)
-    return cholesky.tril(-1) + diagonal.log().diag_embed(), independent & (failed == 0)[..., None]
 
 
 class Finite(Constraint):
@@ -46,7 +32,143 @@ class Finite(Constraint):
         return value.abs() < torch.inf
 
 
-class Gaussian(Emission):
+def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """The Cholesky factors, and the rows `[..., d]` that are, but for rounding, independent of others."""
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    independent = _diagonal(factors).square() > ROUNDING * _diagonal(matrices)
+    return factors, independent & (failed == 0)[..., None]
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    return left.unsqueeze(-1) * right.unsqueeze(-2)
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum along the last axis, in no operation if its size is 1."""
+    return values.squeeze(-1) if values.shape[-1] == 1 else values.sum(-1)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1)
+
+
+class Covariances(Emission):
+    """Normal distributions, whose covariances `[*U, c, b, e, e]` have b blocks; axes that share one have size 1.
+
+    Blocks are single features (b = d, e = 1) or, if the covariance is "full" or "tied", whole vectors (b = 1, e = d).
+    """
+
+    support, expected = Finite(), "finite numbers, or NaN for what is missing"
+    log_scales: torch.nn.Parameter
+    factors: torch.nn.Parameter
+
+    def __init__(self, units: Units, num_features: int | None, covariance: str) -> None:
+        if num_features is not None:
+            check_count("num_features", num_features)
+        super().__init__(units, () if num_features is None else (num_features,))
+        check_choice("covariance", covariance, ("spherical", "diag", "full", "tied"))
+        if covariance != "diag" and num_features is None:
+            raise ValueError(f"num_features: expected an integer with covariance={covariance!r}, got None")
+        self.covariance, self.has_matrices = covariance, covariance in ("full", "tied")
+        d = num_features or 1
+        self._blocks = (1, d) if self.has_matrices else (d, 1)
+        # the axis along which blocks share one matrix
+        self._shared_axis = {"spherical": -3, "tied": -4}.get(covariance)
+        units = (*self.units[:-1], 1) if covariance == "tied" else self.units
+        event = 2 * self.event if self.has_matrices else (1,) if covariance == "spherical" else self.event
+        self._spread_shape = *units, 1 if covariance == "spherical" else self._blocks[0], *2 * self._blocks[1:]
+        name = "factors" if self.has_matrices else "log_scales"
+        self.register_parameter(name, torch.nn.Parameter(torch.empty(*units, *event)))
+
+    @property
+    def variances(self) -> Tensor:
+        """The variances `[*U, c]` or `[*U, c, d]`, without gradients."""
+        variances = _diagonal(self._spread().detach().to(self.dtype)).expand(*self.units, *self._blocks)
+        return variances.reshape(*self.units, *self.event)
+
+    @property
+    def covariances(self) -> Tensor:
+        """The covariances `[*U, c, d, d]`, without gradients; d is 1 for numbers."""
+        if not self.has_matrices:
+            return self.variances.reshape(*self.units, -1).diag_embed()
+        return self._spread().detach().to(self.dtype).squeeze(-3).expand(*self.units, -1, -1)
+
+    @property
+    def _parameter(self) -> torch.nn.Parameter:
+        """The parameter of the covariances."""
+        return self.factors if self.has_matrices else self.log_scales
+
+    def _cholesky(self) -> Tensor:
+        """The Cholesky factors of the covariances, in float64."""
+        parameter = self._parameter.double().view(self._spread_shape)
+        return parameter.tril(-1) + _diagonal(parameter).exp().diag_embed() if self.has_matrices else parameter.exp()
+
+    def _spread(self) -> Tensor:
+        """The covariances, in float64."""
+        factors = self._cholesky()
+        return factors @ factors.mT if self.has_matrices else factors.square()
+
+    def _precisions(self) -> tuple[Tensor, Tensor]:
+        """The inverses of the covariances, and logarithms of the roots of their determinants `[*U, c, b]`."""
+        parameter = self._parameter.double().view(self._spread_shape)
+        if not self.has_matrices:
+            return (-2 * parameter).exp(), parameter[..., 0, 0]
+        identity = torch.eye(parameter.shape[-1], dtype=torch.float64, device=parameter.device)
+        whiten: Tensor = torch.linalg.solve_triangular(self._cholesky(), identity, upper=False)
+        return whiten.mT @ whiten, _diagonal(parameter).sum(-1)
+
+    def _pooled(self, sums: Tensor) -> Tensor:
+        """Sums added up over the blocks that share a matrix."""
+        return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
+
+    def _store(self, matrices: Tensor) -> Tensor | None:
+        """Set the covariances if all are positive but for rounding; otherwise return which rows `[*U, c, d]` are."""
+        if self.has_matrices:
+            factors, positive = cholesky(matrices)
+            values = factors.tril(-1) + _diagonal(factors).log().diag_embed()
+        else:
+            values = matrices.log() / 2
+            positive = values[..., 0].abs() < torch.inf
+        if not bool(positive.all()):
+            return positive.flatten(-2)
+        self._parameter.copy_(values.view_as(self._parameter))
+        return None
+
+    def _set_covariances(self, covariance: Tensor) -> None:
+        """Set variances or covariances, after checks."""
+        event = 2 * self.event if self.has_matrices else self.event
+        covariance = broadcast("covariance", covariance, torch.Size((*self.units, *event)))
+        if not covariance.isfinite().all():
+            raise ValueError("covariance: expected finite numbers")
+        covariance = covariance.reshape(*self.units, *self._blocks, self._blocks[1])
+        shared = covariance if self._shared_axis is None else covariance.narrow(self._shared_axis, 0, 1)
+        if not bool((covariance == shared).all()):
+            alike = "features" if self.covariance == "spherical" else "units"
+            raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
+        if self._store(shared) is not None:
+            raise ValueError("covariance: expected positive variances, or positive definite matrices")
+
+    def _normal(self, means: Tensor, at: Any) -> Distribution:
+        """The distributions of units at an index, for their means."""
+        factors = self._cholesky().expand(*self.units, -1, -1, -1)[at]
+        if self.has_matrices:
+            return MultivariateNormal(means, scale_tril=factors[..., 0, :, :], validate_args=False)
+        scales = factors[..., 0, 0] if self.event else factors[..., 0, 0, 0]
+        normal = Normal(means, scales.expand_as(means), validate_args=False)
+        return Independent(normal, 1, validate_args=False) if self.event else normal
+
+    def num_parameters(self) -> int:
+        """The number of trained coefficients, and of trained variances or entries of covariances' lower triangles."""
+        trained = {name: torch.ones_like(part) for name, part in self.named_parameters() if part.requires_grad}
+        return sum(int((ones.tril() if name == "factors" else ones).count_nonzero()) for name, ones in trained.items())
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
+        return super().extra_repr() + (f", num_features={self.event[0]}" if self.event else "") + covariance
+
+
+class Gaussian(Covariances):
     r"""Gaussian observations: `log p(y | unit) = -(d log 2 pi + log det S + (y - m)' S^-1 (y - m)) / 2`.
 
     Any entries of a vector may be missing: the density is that of the others, and expectation maximization takes the
@@ -80,78 +202,48 @@ class Gaussian(Emission):
     >>> heights.set(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0]))
     >>> heights(torch.tensor([0.0, torch.nan]))
     tensor([[-0.9189, -2.7371],
-            [ 0.0000,  0.0000]], grad_fn=<ViewBackward0>)
+            [ 0.0000,  0.0000]], grad_fn=<ToCopyBackward0>)
     """
 
     partial = True
-    support, expected = Finite(), "finite numbers, or NaN for what is missing"
-    log_scales: torch.nn.Parameter
-    factors: torch.nn.Parameter
 
     def __init__(
         self,
-        units: int | tuple[int, ...],
+        units: Units,
         num_features: int | None = None,
         covariance: str = "diag",
         *,
         prior: NormalInverseWishart | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator = None,
     ) -> None:
-        if num_features is not None:
-            check_count("num_features", num_features)
-        super().__init__(units, () if num_features is None else (num_features,))
-        check_choice("covariance", covariance, ("spherical", "diag", "full", "tied"))
-        if covariance != "diag" and num_features is None:
-            raise ValueError(f"num_features: expected an integer with covariance={covariance!r}, got None")
-        self.covariance, self.has_matrices, self.prior = covariance, covariance in ("full", "tied"), prior
-        # the axis of variances `[*U, c, d]` or matrices `[*U, c, d, d]` along which they are shared
-        self._shared_axis = {"spherical": -1, "tied": -3}.get(covariance)
-        units = (*self.units[:-1], 1) if covariance == "tied" else self.units
-        event = 2 * self.event if self.has_matrices else (1,) if covariance == "spherical" else self.event
+        super().__init__(units, num_features, covariance)
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
-        spread = torch.nn.Parameter(torch.empty(*units, *event))
-        self.register_parameter("factors" if self.has_matrices else "log_scales", spread)
+        self.prior = prior
         if prior is not None:
             self._prior(prior)
         first_draw(self, generator)
 
-    @property
-    def variances(self) -> Tensor:
-        """The variances `[*U, c]` or `[*U, c, d]`, without gradients."""
-        variances = self._diagonal(self._spread().detach().to(self.dtype))
-        return (variances if self.event else variances[..., 0]).expand(self.means.shape)
-
-    @property
-    def covariances(self) -> Tensor:
-        """The covariances `[*U, c, d, d]`, without gradients; d is 1 for numbers."""
-        if not self.has_matrices:
-            return self.variances.reshape(*self.units, -1).diag_embed()
-        return self._spread().detach().to(self.dtype).expand(*self.units, -1, -1)
-
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator = None) -> None:
         """Draw the means again, standard normal; the variances are 1."""
         self.means.normal_(generator=generator)
         self._parameter.zero_()
 
     @torch.no_grad()
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior."""
-        start = seeds(self, data, known, generator)
-        squares, counts = start.variance * start.counts, start.counts
-        if self.has_matrices:
-            squares, counts = squares.diag_embed(), counts[..., None]
-        squares, counts = self._pooled(squares), self._pooled(counts)
+        places, variance, counts, _ = self.seeds(data, known, generator)
+        counts = counts.unflatten(-1, self._blocks)  # (*U, 1, b, e)
+        squares = (variance.view_as(counts) * counts).diag_embed()
+        squares, counts = self._pooled(squares), self._pooled(counts[..., None])
         if self.prior is not None:
             scale, number, *_ = self._prior(self.prior)
             squares, counts = squares + scale, counts + number
-        if not bool((self._diagonal(squares) > 0).all()):
+        if not bool((_diagonal(squares) > 0).all()):
             expected = "at least two different observations of every variable and feature, or a prior"
             raise ValueError(f"data: expected {expected}, got one")
-        self.means.copy_(start.places.view_as(self.means))
-        self._store(squares / counts)
+        self.means.copy_(places.view_as(self.means))
+        self._store((squares / counts).expand(self._spread_shape))
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
@@ -169,195 +261,109 @@ class Gaussian(Emission):
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
             raise ValueError("means: expected finite numbers")
-        event = 2 * self.event if self.has_matrices else self.event
-        covariance = broadcast("covariance", covariance, torch.Size((*self.units, *event)))
-        if not covariance.isfinite().all():
-            raise ValueError("covariance: expected finite numbers")
-        covariance = covariance if self.event else covariance[..., None]
-        shared = covariance if self._shared_axis is None else covariance.narrow(self._shared_axis, 0, 1)
-        if not bool((covariance == shared).all()):
-            alike = "features" if self.covariance == "spherical" else "units"
-            raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
-        if not bool(self._store(shared).all()):
-            raise ValueError("covariance: expected positive variances, or positive definite matrices")
+        self._set_covariances(covariance)
         self.means.copy_(means)
 
-    def _store(self, spread: Tensor) -> Tensor:
-        """Set variances or covariances if all are positive but for rounding, and return which rows `[..., d]` are."""
-        if self.has_matrices:
-            values, positive = factors_of(spread)
-        else:
-            values = spread.log() / 2
-            positive = values.isfinite()
-        if bool(positive.all()):
-            self._parameter.copy_(values if self.event else values[..., 0])
-        return positive
-
-    @property
-    def _parameter(self) -> torch.nn.Parameter:
-        """The parameter of the covariances."""
-        return self.factors if self.has_matrices else self.log_scales
-
-    def _log_scales(self) -> Tensor:
-        """Logarithms of standard deviations, or of the diagonals of factors, float64 `[*U, c, d]`; 1 if shared."""
-        return self._diagonal(self._parameter.double()).reshape(*self._parameter.shape[: len(self.units)], -1)
-
-    def _spread(self) -> Tensor:
-        """Variances `[*U, c, d]` or covariances `[*U, c, d, d]`, float64; axes that share have size 1."""
-        if not self.has_matrices:
-            return (2 * self._log_scales()).exp()
-        factors = cholesky_of(self.factors)
-        return factors @ factors.mT
-
-    def _precisions(self) -> Tensor:
-        """The inverses of `_spread`."""
-        if not self.has_matrices:
-            return (-2 * self._log_scales()).exp()
-        identity = torch.eye(*self.event, dtype=torch.float64, device=self.factors.device)
-        whiten: Tensor = torch.linalg.solve_triangular(cholesky_of(self.factors), identity, upper=False)
-        return whiten.mT @ whiten
-
-    def _means(self) -> Tensor:
-        """The means `[*U, c, d]` about the center, in float64."""
-        return self.means.double().view(*self.units, -1) - self._center()[..., None, :]
-
-    def _center(self) -> Tensor:
-        """The mean `[*U, d]` of the units' means, about which statistics are taken so that they cancel less."""
-        return self.means.detach().double().view(*self.units, -1).mean(-2)
-
-    def _pooled(self, sums: Tensor) -> Tensor:
-        """Sums added up over the features or units that share a variance or covariance."""
-        return sums if self._shared_axis is None else sums.sum(self._shared_axis, keepdim=True)
-
-    def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """Products of each feature with itself or, for matrices, of all pairs of features."""
-        return left[..., :, None] * right[..., None, :] if self.has_matrices else left * right
-
-    def _times(self, precisions: Tensor, values: Tensor) -> Tensor:
-        """Precisions times values `[*U, c, d]`."""
-        return precisions.matmul(values[..., None]).squeeze(-1) if self.has_matrices else precisions * values
-
-    def _of_event(self, values: Tensor) -> Tensor:
-        """Values of features, summed over those of a vector if they have one matrix."""
-        return values.sum(-1, keepdim=True) if self.has_matrices else values
-
-    def _diagonal(self, spread: Tensor) -> Tensor:
-        """The variances of variances, or of covariances."""
-        return spread.diagonal(dim1=-2, dim2=-1) if self.has_matrices else spread
-
     def _prior(self, prior: NormalInverseWishart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Scale and number of observations of each covariance, place and number of each mean `[*U, c, d or 1]`."""
-        shape, units = self._parameter.shape, len(self.units)
+        """Scale and number of observations of each covariance, place and number of each mean."""
+        shape, (b, e) = self._parameter.shape, self._blocks
         scale = prior.scale
         if self.has_matrices and not scale.dim():
-            scale = scale * torch.eye(*self.event).to(scale)
-        scale = broadcast("prior.scale", scale, shape)
-        dof = broadcast("prior.dof", prior.dof, shape[:units] if self.has_matrices else shape)
-        dof = dof + 1 + (self.event[0] if self.has_matrices else 1)
-        place = broadcast("prior.mean", prior.mean, self.means.shape).reshape(*self.units, -1)
-        count = broadcast("prior.mean_count", prior.mean_count, torch.Size(self.units))[..., None]
-        if self.has_matrices:
-            return scale, dof[..., None, None], place, count
-        return scale.reshape(*shape[:units], -1), dof.reshape(*shape[:units], -1), place, count
+            scale = scale * torch.eye(e).to(scale)
+        scale = broadcast("prior.scale", scale, shape).reshape(self._spread_shape)
+        dof = broadcast("prior.dof", prior.dof, shape[: len(self.units)] if self.has_matrices else shape)
+        place = broadcast("prior.mean", prior.mean, self.means.shape).reshape(*self.units, b, e)
+        count = broadcast("prior.mean_count", prior.mean_count, torch.Size(self.units))[..., None, None]
+        return scale, (dof + 1 + e).reshape(*self._spread_shape[:-2], 1, 1), place, count
 
     def log_prior(self) -> Tensor:
         """The logarithm of the prior density of means and covariances: see `Emission.log_prior`."""
         if self.prior is None:
             return super().log_prior()
         scale, number, place, count = self._prior(self.prior)
-        precisions, logs = self._precisions(), self._of_event(self._log_scales())
-        away = self.means.double().view(*self.units, -1) - place
-        squares = self._of_event(away * self._times(precisions, away))
+        precisions, logs = self._precisions()
+        away = self.means.double().view_as(place) - place
+        squares = (_outer(away, away) * precisions).sum((-2, -1))
+        count = count[..., 0]
         of_means = torch.where(count > 0, 2 * logs + count * squares, 0.0).sum()
-        of_covariances = 2 * number * (logs[..., None] if self.has_matrices else logs)
-        return -(of_covariances.sum() + (scale * precisions).sum() + of_means) / 2
+        return -((2 * number[..., 0, 0] * logs).sum() + (scale * precisions).sum() + of_means) / 2
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
         """The normal distributions in float64: see `Emission.distribution`."""
-        means = self.means.double()[at]
-        if self.has_matrices:
-            factors = cholesky_of(self.factors).expand(*self.units, -1, -1)[at]
-            return MultivariateNormal(means, scale_tril=factors, validate_args=False)
-        scales = self.log_scales.double().exp().expand_as(self.means)[at]
-        normal = Normal(means, scales, validate_args=False)
-        return Independent(normal, 1, validate_args=False) if self.event else normal
+        return self._normal(self.means.double()[at], at)
+
+    def _means(self) -> tuple[Tensor, Tensor]:
+        """The means `[*U, c, b, e]` and, so that statistics about it cancel less, their mean `[*U, 1, b, e]`."""
+        means = self.means.double().view(*self.units, *self._blocks)
+        return means, means.detach().mean(-3, keepdim=True)
+
+    def _features(self, data: Tensor, observed: Tensor | None, center: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, b, e]`.
+
+        Statistics are count, values and products of the entries of each block that is observed as a whole.
+        """
+        data, known = self.known(data, observed)
+        shape = *data.shape[: data.dim() - len(self.event)], *self._blocks
+        centered = data.double().reshape(shape) - center.squeeze(-3)
+        if known is None:
+            return _statistics(centered), centered, None
+        known = known.reshape(shape).expand_as(centered)
+        return _statistics(centered, known.all(-1, keepdim=True)), centered, known
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
-        features, centered, known = self._features(data, observed)
-        log_density = linear_log_density(features, self._natural(), self.dtype, zeros=False)
+        (means, center), (precisions, logs) = self._means(), self._precisions()
+        features, centered, known = self._features(data, observed, center)
+        means = means - center
+        natural = _natural(means, precisions, logs + self._blocks[1] * _HALF_LOG_2_PI)
+        log_density = linear_log_density(features, natural, self.dtype, zeros=False)
         if not self.has_matrices or known is None:
             return log_density
         if not is_readable(known):
-            return log_density.masked_fill((known.any(-1) & ~known.all(-1))[..., None], torch.nan)
+            return log_density.masked_fill((known.any(-1) & ~known.all(-1)), torch.nan)
         flat = log_density.reshape(-1, self.units[-1])
         at, values = [torch.zeros(0).long().to(flat.device)], [flat[:0]]
-        for group, rows, pattern, factors, away in self._patterns(centered, known):
+        means = means.reshape(-1, *means.shape[-3:])  # (g, c, 1, d)
+        for group, rows, away, pattern, factors in self._patterns(centered, known, means):
             white = torch.linalg.solve_triangular(factors, away.mT, upper=False)  # (c, d, m)
-            logs = self._diagonal(factors).log().sum(-1, keepdim=True) + pattern.double().sum() * _HALF_LOG_2_PI
+            logs = _diagonal(factors).log().sum(-1, keepdim=True) + pattern.double().sum() * _HALF_LOG_2_PI
             values.append((-logs - white.square().sum(1) / 2).mT.to(flat.dtype))  # (m, c)
             at.append(rows * math.prod(self.units[:-1]) + group)
         return flat.index_put((torch.cat(at),), torch.cat(values)).view_as(log_density)
 
-    def _natural(self) -> Tensor:
-        """The natural parameters, float64 `[*U, c, f]`."""
-        means, precisions = self._means(), self._precisions()
-        linear = self._times(precisions, means)
-        first = self._of_event(-self._log_scales() - _HALF_LOG_2_PI - linear * means / 2)
-        size = means.shape[-1] ** (2 if self.has_matrices else 1)
-        squares = (-precisions / 2).flatten(len(self.units)).expand(*self.units, size)
-        return torch.cat((first, linear, squares), -1)
+    def _matrices(self) -> Tensor:
+        """The covariances `[g, c, d, d]` of all variables."""
+        return self._spread().expand(*self.units, 1, *2 * self.event).reshape(-1, self.units[-1], *2 * self.event)
 
-    def _features(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, d]`.
-
-        Statistics are count, value and square of each feature, or one count, all values and all products of vectors
-        that are observed as a whole.
-        """
-        data, known = self.known(data, observed)
-        if not self.event:
-            data, known = data[..., None], None if known is None else known[..., None]
-        centered = data.double() - self._center()
-        known = None if known is None else known.expand_as(centered)
-        counts, values = torch.ones_like(centered), centered
-        if known is not None:
-            used = (known.all(-1, keepdim=True) if self.has_matrices else known).expand_as(centered)
-            values, counts = centered.masked_fill(~used, 0.0), used.double()
-        if self.has_matrices:
-            counts = counts[..., :1]
-        return torch.cat((counts, values, self._products(values, values).flatten(data.dim() - 1)), -1), centered, known
-
-    def _patterns(self, centered: Tensor, known: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+    def _patterns(
+        self, centered: Tensor, known: Tensor, means: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
         """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
 
-        Yields the variable, m rows, the pattern `[d]`, the Cholesky factors `[c, d, d]` of covariances whose missing
-        entries are those of the identity, and differences from the means `[c, m, d]`, 0 where missing.
+        Yields the variable, m rows, their differences from the means `[c, m, d]`, 0 where missing, the pattern `[d]`,
+        and Cholesky factors `[c, d, d]` of covariances whose missing entries are those of the identity.
         """
-        c, d = self.units[-1], self.event[0]
-        centered, known = by_group(centered, self.units), groups_of(known, self.units)
-        means, spread = self._means().view(-1, c, d), self._spread().expand(*self.units, d, d).reshape(-1, c, d, d)
-        for group, masks in enumerate(known):
+        centered, known = by_group(centered[..., 0, :], self.units), groups_of(known[..., 0, :], self.units)
+        for group, (masks, matrices) in enumerate(zip(known, self._matrices(), strict=True)):
             for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
-                rows = (masks == pattern).all(-1).nonzero()[:, 0]
-                inside = pattern[:, None] & pattern
-                matrices = spread[group].masked_fill(~inside, 0.0) + (~pattern).double().diag_embed()
-                away = centered[group, rows] - means[group][:, None]
-                yield group, rows, pattern, torch.linalg.cholesky(matrices), away.masked_fill(~pattern, 0.0)
+                rows, identity = (masks == pattern).all(-1).nonzero()[:, 0], torch.eye(len(pattern)).to(matrices)
+                away = (centered[group, rows] - means[group]).masked_fill(~pattern, 0.0)
+                factors = torch.linalg.cholesky(torch.where(pattern[:, None] & pattern, matrices, identity))
+                yield group, rows, away, pattern, factors
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """Expected numbers of observations, sums and products about the center: see `Emission.statistics`."""
-        features, centered, known = self._features(data, observed)
+        means, center = self._means()
+        features, centered, known = self._features(data, observed, center)
         statistics = weighted_sums(flow, features, self.units)
         if not self.has_matrices or known is None or not is_readable(known):
             return statistics
-        c, d = self.units[-1], self.event[0]
-        flows, by_unit = groups_of(flow.double(), self.units), statistics.view(-1, c, statistics.shape[-1])
-        means, spread = self._means().view(-1, c, d), self._spread().expand(*self.units, d, d).reshape(-1, c, d, d)
-        for group, rows, pattern, factors, away in self._patterns(centered, known):
-            covariance, weights = spread[group], flows[group, rows].mT[..., None]  # (c, m, 1)
-            inside = pattern[:, None] & pattern
-            gain = covariance @ torch.cholesky_inverse(factors).masked_fill(~inside, 0.0)
-            values = means[group][:, None] + torch.where(pattern, away, away @ gain.mT)
+        matrices, means = self._matrices(), (means - center).view(-1, self.units[-1], 1, *self.event)
+        flows, by_unit = groups_of(flow.double(), self.units), statistics.view(*matrices.shape[:2], -1)
+        for group, rows, away, pattern, factors in self._patterns(centered, known, means):
+            covariance, weights = matrices[group], flows[group, rows].mT[..., None]  # (c, m, 1)
+            gain = covariance @ torch.cholesky_inverse(factors).masked_fill(~(pattern[:, None] & pattern), 0.0)
+            values = means[group] + torch.where(pattern, away, away @ gain.mT)
             rest = (covariance - gain @ covariance).masked_fill(pattern[:, None] | pattern, 0.0)
             counts, weighed = weights.sum(1), weights * values
             products = weighed.mT @ values + counts[..., None] * rest
@@ -371,36 +377,37 @@ class Gaussian(Emission):
         See `Emission.maximize`; `step` is the part of the way in the moments. With means that are not trained, the
         scatter is that about them.
         """
-        d = self.event[0] if self.event else 1
-        counts, sums, squares = statistics.split((1, d, d * d) if self.has_matrices else (d, d, d), -1)
-        # numbers of observations in a shape that broadcasts to the covariances
-        total, squares = (counts[..., None], squares.unflatten(-1, (d, d))) if self.has_matrices else (counts, squares)
-        center, before = self._center()[..., None, :], self._means()
-        number, scale, weight = self._pooled(total), total.new_zeros(()), total
+        b, e = self._blocks
+        counts, sums, squares = statistics.unflatten(-1, (b, -1)).split((1, e, e * e), -1)
+        total, squares = counts[..., None], squares.unflatten(-1, (e, e))
+        before, center = self._means()
+        before = before - center
+        number, old = self._pooled(total), self._spread()
+        scale: Tensor | float = 0.0
         if self.prior is not None:
             # a prior of means is a number of observations at its place
-            scale, of_prior, place, count = self._prior(self.prior)
-            place, of_place = place - center, count[..., None] if self.has_matrices else count.expand_as(sums)
-            number = number + of_prior + self._pooled((of_place > 0).double())
-            counts, weight, sums = counts + count, total + of_place, sums + count * place
-            squares = squares + of_place * self._products(place, place)
+            scale, of_prior, place, of_place = self._prior(self.prior)
+            place, of_place = place - center, of_place.expand_as(counts)
+            number = number + of_prior + self._pooled((of_place > 0).double()[..., None])
+            counts, sums = counts + of_place, sums + of_place * place
+            squares = squares + of_place[..., None] * _outer(place, place)
         average = torch.where(counts > 0, sums / counts, before)
-        means, old = average if self.means.requires_grad else before, self._spread()
-        scatter = squares - self._products(sums, average)
+        scatter = squares - _outer(sums, average)
         # features whose observations differ by no more than rounding have variance 0
-        varies = self._diagonal(scatter) > ROUNDING * self._diagonal(squares)
-        scatter = torch.where(self._products(varies, varies), scatter, 0.0)
+        varies = _diagonal(scatter) > ROUNDING * _diagonal(squares)
+        scatter = torch.where(_outer(varies, varies), scatter, 0.0)
+        means = average if self.means.requires_grad else before
         if means is before:
-            scatter = scatter + weight * self._products(before - average, before - average)
+            scatter = scatter + counts[..., None] * _outer(before - average, before - average)
         covariance = (self._pooled(scatter) + scale) / number
         if step < 1:
             # moments move linearly: the covariance of the mixture of both Gaussians, means apart included
-            apart = self._pooled(total * self._products(means - before, means - before)) / number
+            apart = self._pooled(total * _outer(means - before, means - before)) / number
             means, covariance = torch.lerp(before, means, step), torch.lerp(old, covariance, step)
             covariance = covariance + step * (1 - step) * apart
         if self._parameter.requires_grad:
             positive = self._store(torch.where(number > 0, covariance, old))
-            if not bool(positive.all()):
+            if positive is not None:
                 raise ValueError(self._singular(positive))
         if self.means.requires_grad:
             self.means.copy_((means + center).view_as(self.means))
@@ -408,20 +415,26 @@ class Gaussian(Emission):
     def _singular(self, positive: Tensor) -> str:
         """An error message for variances `[*U, c, d]`, where axes that share have size 1, that are not all positive."""
         *unit, feature = (~positive).nonzero()[0].tolist()
-        which = (
-            f"unit {unit}" if self.covariance != "tied" else f"the units of {unit[:-1]}" if unit[1:] else "the units"
-        )
+        which = f"unit {unit}"
+        if self.covariance == "tied":
+            which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
         which += f", feature {feature}" if self.event and self.covariance != "spherical" else ""
         remedy = "pass prior=NormalInverseWishart(scale, dof) to the Gaussian, or have fewer units"
         return f"maximize: expected positive variances, got 0 for {which}, on too few observations: {remedy}"
 
-    def num_parameters(self) -> int:
-        """The number of trained means, and of trained variances or entries of covariances' lower triangles."""
-        spread = torch.ones_like(self._parameter)
-        entries = int((spread.tril() if self.has_matrices else spread).sum())
-        return self.means.requires_grad * self.means.numel() + self._parameter.requires_grad * entries
 
-    def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
-        covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
-        return super().extra_repr() + (f", num_features={self.event[0]}" if self.event else "") + covariance
+def _statistics(values: Tensor, known: Tensor | None = None) -> Tensor:
+    """Count, values and products `[..., b (1 + e + e^2)]` of values `[..., b, e]`, 0 where a mask is False."""
+    if known is None:
+        counts = torch.ones_like(values[..., :1])
+    else:
+        counts, values = known.double(), values.masked_fill(~known, 0.0)
+    return torch.cat((counts, values, _outer(values, values).flatten(-2)), -1).flatten(-2)
+
+
+def _natural(means: Tensor, precisions: Tensor, logs: Tensor) -> Tensor:
+    """The natural parameters of `_statistics`, for means `[..., b, e]` and minus the log-density at them `[..., b]`."""
+    linear = _sum(precisions * means.unsqueeze(-2))  # (*U, c, b, e)
+    first = torch.sub(-logs, _sum(linear * means), alpha=0.5)
+    squares = (precisions / -2).flatten(-2).expand(*means.shape[:-1], -1)
+    return torch.cat((first[..., None], linear, squares), -1).flatten(-2)

@@ -13,22 +13,28 @@ def linear_log_density(features: Tensor, natural: Tensor, dtype: torch.dtype, *,
 
     The axes U of T may have size 1. With `zeros`, eta may be -inf where T is not negative; times 0 that is 0.
     """
-    units = natural.shape[:-1]
-    lead = features.shape[: -len(units)]
-    rows = by_group(features, units)
-    natural = natural.double().movedim(-1, -2).reshape(-1, natural.shape[-1], units[-1])
-    never = natural == -torch.inf
-    if not zeros or (is_readable(never) and not bool(never.any())):
-        products = rows @ natural
+    natural = natural.double()
+    never = natural == -torch.inf if zeros else None
+    if never is None or (is_readable(never) and not bool(never.any())):
+        products = _products(features, natural)
     else:
-        products = (rows @ natural.masked_fill(never, 0.0)).masked_fill(rows @ never.double() > 0, -torch.inf)
-    return products.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format).view(*lead, *units)
+        products = _products(features, natural.masked_fill(never, 0.0))
+        products = products.masked_fill(_products(features, never.double()) > 0, -torch.inf)
+    return products.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _products(features: Tensor, natural: Tensor) -> Tensor:
+    if natural.dim() == 2:
+        return features @ natural.mT
+    units = natural.shape[:-1]
+    products = by_group(features, units) @ natural.reshape(-1, *natural.shape[-2:]).mT
+    return products.transpose(0, 1).view(*features.shape[: -len(units)], *units)
 
 
 def weighted_sums(flow: Tensor, features: Tensor, units: tuple[int, ...]) -> Tensor:
     """`sum flow T` `[*U, c, f]` in float64, over all axes before U, of a flow `[..., *U, c]` and T `[..., *U, f]`."""
-    products = by_group(features, units).mT @ groups_of(flow.double(), units)  # (groups, f, c)
-    return products.mT.reshape(*units, features.shape[-1])
+    products = groups_of(flow.double(), units).mT @ by_group(features, units)  # (groups, c, f)
+    return products.view(*units, -1)
 
 
 def by_group(features: Tensor, units: tuple[int, ...]) -> Tensor:

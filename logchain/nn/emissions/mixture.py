@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...transitions import LOG
 from ..log_weights import LogWeights
+from ..parameters import Generator
 from ..priors import Dirichlet
 from .emission import Emission
 
@@ -34,9 +36,7 @@ class Mixture(Emission):
     # layer and weights are fitted as separate parts
     statistics: Any = None
 
-    def __init__(
-        self, layer: Emission, *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, layer: Emission, *, prior: Dirichlet | None = None, generator: Generator = None) -> None:
         if not isinstance(layer, Emission):
             raise TypeError(f"layer: expected an Emission, got {type(layer).__name__}")
         if len(layer.units) < 2:
@@ -45,14 +45,12 @@ class Mixture(Emission):
         self.layer, self.partial, self.num_values = layer, layer.partial, layer.num_values
         self.weights = LogWeights(*layer.units, prior=prior, generator=generator)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator = None) -> None:
         """Draw components and weights again."""
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
         """Initialize the components of each unit as their layer does, and draw the weights again."""
         self.layer.initialize(*self._of_layer(data, known), generator=generator)
         self.weights.reset_parameters(generator)
@@ -60,7 +58,7 @@ class Mixture(Emission):
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         data, known = self.known(data, observed)
-        log_density = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
+        log_density = LOG.sum(self.layer(*self._of_layer(data, known)) + self.weights(), -1)
         if known is None:
             return log_density
         # exactly 0 where nothing is observed: the weights sum to 1 but for rounding
@@ -79,7 +77,7 @@ class Mixture(Emission):
     def mode(self) -> tuple[Tensor, Tensor]:
         """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density."""
         places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
-        best = _logsumexp(self.layer(places) + self.weights()).max(0)  # of (k, *U, c)
+        best = LOG.sum(self.layer(places) + self.weights(), -1).max(0)  # of (k, *U, c)
         at = best.indices.view(1, *self.units, *(1,) * len(self.event))
         return places.take_along_dim(at, 0)[0], best.values
 
@@ -87,11 +85,3 @@ class Mixture(Emission):
         """Data and mask with an axis of size 1 for the mixture's units, as the components' layer takes them."""
         at = -1 - len(self.event)
         return data.unsqueeze(at), None if known is None else known.unsqueeze(at)
-
-
-def _logsumexp(values: Tensor) -> Tensor:
-    """The log-sum-exp over the last axis, with gradient 0 where all terms are -inf."""
-    top = values.detach().amax(-1, keepdim=True)
-    dead = top == -torch.inf
-    total = (values - top.masked_fill(dead, 0.0)).exp().sum(-1, keepdim=True)
-    return (total.masked_fill(dead, 1.0).log() + top)[..., 0]

@@ -2,16 +2,15 @@
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal, Normal
+from torch.distributions import Distribution
 
-from ...arguments import check_choice, check_is_tensor
+from ...arguments import check_is_tensor
 from ..checks import check_count
-from ..parameters import broadcast, first_draw
-from .emission import Emission
-from .gaussian import Finite, cholesky_of, factors_of
+from ..parameters import Generator, broadcast, first_draw
+from .gaussian import Covariances, cholesky
 
 
-class LinearGaussian(Emission):
+class LinearGaussian(Covariances):
     r"""Switching regression: `y ~ N(W u + b, S)` of covariates u, with W, b and S for each unit.
 
     With former values of y as covariates it is the emission of an autoregressive hidden Markov model. Expectation
@@ -21,13 +20,13 @@ class LinearGaussian(Emission):
         units: c.
         num_covariates: k.
         num_features: d, for vectors of d entries; None for numbers.
-        covariance: "diag" or "full".
+        covariance: "diag", "spherical", "full" or "tied", as of a `Gaussian`.
         bias: whether there is a b.
         generator: the source of randomness for the initial coefficients, standard normal; the variances are 1.
 
-    `weights`: parameter `[c, d, k]`, `bias` `[c, d]` (None without), `factors` `[c, d, d]`, whose lower triangles, the
-    diagonal exponentiated, are Cholesky factors of S. d is 1 for numbers. Call: data `[...]` or `[..., d]` and
-    `covariates` `[..., k]` to `[..., c]`, in nats; see `Emission`. Covariates are finite where data are observed.
+    `weights`: parameter `[c, d, k]`, `bias` `[c, d]` (None without), where d is 1 for numbers; `log_scales` or
+    `factors` of the covariances, as of a `Gaussian`. Call: data `[...]` or `[..., d]` and `covariates` `[..., k]` to
+    `[..., c]`, in nats; see `Emission`. Covariates are finite where data are observed.
 
     Raises:
         TypeError: there are no covariates.
@@ -37,7 +36,7 @@ class LinearGaussian(Emission):
     Cost: `c d (k + d)` multiply-adds an observation; expectation maximization takes `c (k + d + 1)^2`, in float64.
 
     >>> lines = LinearGaussian(1, 1)
-    >>> lines.set(torch.tensor([[[2.0]]]), torch.tensor([[1.0]]), torch.tensor([[[1.0]]]))
+    >>> lines.set(torch.tensor([[[2.0]]]), torch.tensor(1.0), torch.tensor(1.0))
     >>> lines(torch.tensor([3.0, 6.0]), covariates=torch.tensor([[1.0], [2.0]]))
     tensor([[-0.9189],
             [-1.4189]], grad_fn=<ToCopyBackward0>)
@@ -45,7 +44,6 @@ class LinearGaussian(Emission):
 
     bias: torch.nn.Parameter | None
     takes_covariates = True
-    support, expected = Finite(), "finite numbers, or NaN for what is missing"
 
     def __init__(
         self,
@@ -55,67 +53,49 @@ class LinearGaussian(Emission):
         covariance: str = "diag",
         *,
         bias: bool = True,
-        generator: torch.Generator | None = None,
+        generator: Generator = None,
     ) -> None:
         check_count("units", units)
         check_count("num_covariates", num_covariates)
-        check_choice("covariance", covariance, ("diag", "full"))
-        super().__init__(units, () if num_features is None else (num_features,))
-        d, self.covariance = num_features or 1, covariance
-        self.weights = torch.nn.Parameter(torch.empty(units, d, num_covariates))
-        self.register_parameter("bias", torch.nn.Parameter(torch.empty(units, d)) if bias else None)
-        self.factors = torch.nn.Parameter(torch.empty(units, d, d))
+        super().__init__(units, num_features, covariance)
+        self.weights = torch.nn.Parameter(torch.empty(units, num_features or 1, num_covariates))
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(units, num_features or 1)) if bias else None)
         first_draw(self, generator)
 
-    @property
-    def covariances(self) -> Tensor:
-        """The covariances S `[c, d, d]`, without gradients."""
-        factors = self._cholesky().detach()
-        return (factors @ factors.mT).to(self.dtype)
-
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator = None) -> None:
         """Draw the coefficients again, standard normal; the variances are 1."""
-        for parameter in (self.weights, self.bias):
-            if parameter is not None:
-                parameter.normal_(generator=generator)
-        self.factors.zero_()
+        self.weights.normal_(generator=generator)
+        if self.bias is not None:
+            self.bias.normal_(generator=generator)
+        self._parameter.zero_()
 
     @torch.no_grad()
     def set(self, weights: Tensor, bias: Tensor | None, covariance: Tensor) -> None:
-        """Set W `[c, d, k]`, b `[c, d]` and S `[c, d, d]`, or what broadcasts to these shapes.
+        """Set W `[c, d, k]`, b `[c, d]` and variances or covariances as of a `Gaussian`, or what broadcasts to these.
 
         Raises:
-            ValueError: a covariance is singular but for rounding, or not diagonal although it should be.
+            ValueError: a variance is not positive, or a covariance singular but for rounding; see `Gaussian.set`.
         """
-        covariance = broadcast("covariance", covariance, self.factors.shape)
-        factors, positive = factors_of(covariance)
-        if not bool(positive.all()):
-            raise ValueError("covariance: expected positive definite matrices")
-        if self.covariance == "diag" and bool(covariance.tril(-1).any()):
-            raise ValueError('covariance: expected diagonal matrices with covariance="diag"')
-        self.weights.copy_(broadcast("weights", weights, self.weights.shape))
+        weights = broadcast("weights", weights, self.weights.shape)
+        bias = None if self.bias is None or bias is None else broadcast("bias", bias, self.bias.shape)
+        self._set_covariances(covariance)
+        self.weights.copy_(weights)
         if self.bias is not None and bias is not None:
-            self.bias.copy_(broadcast("bias", bias, self.bias.shape))
-        self.factors.copy_(factors)
+            self.bias.copy_(bias)
 
     def distribution(self, at: tuple[Tensor, ...] = (), covariates: Tensor | None = None) -> Distribution:
         """The normal distributions, of batch shape `[..., c]` for covariates `[..., k]`, or of states `[...]`."""
         covariates = self._checked(covariates).double()
-        means = (covariates @ self.weights.double().flatten(0, 1).mT).unflatten(-1, self.factors.shape[:2])
+        means = (covariates @ self.weights.double().flatten(0, 1).mT).unflatten(-1, self.weights.shape[:2])
         means = means if self.bias is None else means + self.bias.double()  # (..., c, d)
-        factors = self._cholesky()
         if at:
             means = means.expand(*at[0].shape, -1, -1).take_along_dim(at[0][..., None, None], -2)[..., 0, :]
-            factors = factors[at]
-        if not self.event:
-            return Normal(means[..., 0], factors[..., 0, 0], validate_args=False)
-        return MultivariateNormal(means, scale_tril=factors, validate_args=False)
+        return self._normal(means if self.event else means[..., 0], at)
 
     def forward(self, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None) -> Tensor:
         """`log p(data | covariates, unit)`, `[..., c]` in nats: see `Emission.forward`."""
-        data, known = self.known(data, observed)
-        data, covariates, whole = self._rows(data, known, covariates)
+        data, covariates, whole = self._rows(data, observed, covariates)
         log_density = self.distribution((), covariates).log_prob(data[..., None, :] if self.event else data)
         return log_density.masked_fill(~whole[..., None], 0.0).to(self.dtype)
 
@@ -123,7 +103,7 @@ class LinearGaussian(Emission):
         self, flow: Tensor, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None
     ) -> Tensor:
         """Expected products `[c, f, f]` of the vectors `(u, 1, y)`: see `Emission.statistics`."""
-        data, covariates, whole = self._rows(*self.known(data, observed), covariates)
+        data, covariates, whole = self._rows(data, observed, covariates)
         covariates = covariates.expand(*data.shape[:-1], -1)
         rows = torch.cat((covariates, torch.ones_like(data[..., :1]), data), -1).flatten(0, -2)
         weights = flow.double().masked_fill(~whole[..., None], 0.0).reshape(len(rows), -1)
@@ -143,39 +123,32 @@ class LinearGaussian(Emission):
         change = change[:, torch.cat((free, free.new_ones(d)))]
         count = statistics[:, k, k, None, None]
         products = torch.where(count > 0, change @ statistics @ change.mT, torch.eye(change.shape[1]).to(statistics))
-        factors, independent = factors_of(products)
+        factors, independent = cholesky(products)
         if not bool(independent.all()):
             raise ValueError(
                 f"maximize: expected linearly independent covariates that do not fit the data exactly, got others "
                 f"for unit {int((~independent).nonzero()[0, 0])}: have fewer covariates, fewer units or more data"
             )
         # the factor of the products holds the coefficients and the factor of the residuals' scatter
-        factors, q = cholesky_of(factors), factors.shape[-1] - d
-        after = before.clone()
+        q, after = factors.shape[-1] - d, before.clone()
         after[..., free] = torch.linalg.solve_triangular(
             factors[:, :q, :q], factors[:, q:, :q], upper=False, left=False
         )
-        scatter = factors[:, q:, q:] @ factors[:, q:, q:].mT
-        scatter = scatter if self.covariance == "full" else scatter.diagonal(dim1=-2, dim2=-1).diag_embed()
-        old = self._cholesky() @ self._cholesky().mT
-        covariance = torch.where(count > 0, torch.lerp(old, scatter / count, step), old)
+        scatter = torch.where(count > 0, factors[:, q:, q:] @ factors[:, q:, q:].mT, 0.0)
+        scatter = scatter[:, None] if self.has_matrices else scatter.diagonal(dim1=-2, dim2=-1)[..., None, None]
+        number, old = self._pooled(count[..., None].expand(-1, self._blocks[0], 1, 1)), self._spread()
+        covariance = torch.where(number > 0, torch.lerp(old, self._pooled(scatter) / number, step), old)
         after = torch.where(count > 0, torch.lerp(before, after, step), before)
-        values = (self.weights, after[..., :k]), (self.bias, after[..., k]), (self.factors, factors_of(covariance)[0])
-        for parameter, value in values:
+        for parameter, value in (self.weights, after[..., :k]), (self.bias, after[..., k]):
             if parameter is not None and parameter.requires_grad:
                 parameter.copy_(value)
+        if self._parameter.requires_grad:
+            self._store(covariance)
 
-    def num_parameters(self) -> int:
-        """The number of trained coefficients, and of trained variances or entries of covariances' lower triangles."""
-        coefficients = [part for part in (self.weights, self.bias) if part is not None and part.requires_grad]
-        c, d = self.factors.shape[:2]
-        spread = c * d * (d + 1) // 2 if self.covariance == "full" else c * d
-        return sum(part.numel() for part in coefficients) + self.factors.requires_grad * spread
-
-    def _rows(self, data: Tensor, known: Tensor | None, covariates: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Data `[..., d]` and covariates in float64, 0 where data are missing, and where they are not."""
-        data = (data if self.event else data[..., None]).double()
-        covariates = self._checked(covariates).double()
+    def _rows(self, data: Tensor, observed: Tensor | None, covariates: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Data `[..., d]` or `[...]` and covariates in float64, 0 where data are missing, and where they are not."""
+        data, known = self.known(data, observed)
+        data, covariates = (data if self.event else data[..., None]).double(), self._checked(covariates).double()
         whole = torch.ones_like(data[..., 0], dtype=torch.bool)
         if known is not None:
             whole = known[..., 0] if self.event else known
@@ -190,14 +163,7 @@ class LinearGaussian(Emission):
             )
         return covariates
 
-    def _cholesky(self) -> Tensor:
-        """The Cholesky factors `[c, d, d]` of the covariances, in float64."""
-        factors = cholesky_of(self.factors)
-        return factors if self.covariance == "full" else factors.diagonal(dim1=-2, dim2=-1).diag_embed()
-
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
-        features = f", num_features={self.event[0]}" if self.event else ""
-        covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
         bias = "" if self.bias is not None else ", bias=False"
-        return f"{super().extra_repr()}, num_covariates={self.weights.shape[-1]}{features}{covariance}{bias}"
+        return f"{super().extra_repr()}, num_covariates={self.weights.shape[-1]}{bias}"
