@@ -158,17 +158,17 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     call.run("sample", shared(places, work))
 
 
-def paths(chain: Chain, k: int | None = None) -> tuple[Tensor, Tensor]:
+def paths(chain: Chain, k: int | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The states (g, m, v) of the best paths, or (g, m, k, v) of the k best, and `unknown` sequences (g, m).
 
-    See `kernels.plain.viterbi`.
+    Log-weights of best paths, NaN for unknown sequences, are written to `weights` (g, m). See `kernels.plain.viterbi`.
     """
     ranks, steps = 1 if k is None else k, len(chain.x)
     grid = (chain.g, chain.m) if chain.starts is None else ()
     unknown = _per_sequence(chain, dtype=torch.uint8)
     states = torch.empty(*grid, ranks, steps, dtype=torch.int64, device="cpu")
     call = Call(chain)
-    call.point(lossy=unknown)
+    call.point(lossy=unknown, log_norm=weights)
     call.paths(states, ranks, steps, rank=steps, sequence=ranks * steps)
     call.run("viterbi" if k is None else "topk_paths", call.spans())
     return states[..., 0, :] if k is None else states, unknown.view(torch.bool)

@@ -18,6 +18,7 @@ from .. import kernels
 from ..kernels.chain import Chain
 from ..kernels.structured import PATHS
 from ..operands import Operands, check_products
+from ..tensors import differentiated, is_plain
 from ..transitions import Transition
 from .operator import operator
 from .paths import weight_of
@@ -27,6 +28,13 @@ from .scan import Message, Steps, messages
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
     """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for unknown sequences."""
     check_products(operands.transition)
+    x, tensors = operands.x, operands.tensors
+    if operands.is_dense and x.numel() and kernels.in_c(x) and is_plain(tensors) and not differentiated(*tensors):
+        chain = operands.dense_chain()
+        weights = torch.empty(chain.g, chain.m, dtype=torch.float64)
+        states, _ = kernels.load("cpu.dense").paths(chain, weights=weights)
+        states = states if operands.packed else chain.layout.batched(states).contiguous()
+        return states, chain.layout.batched(weights).contiguous()
     states, unknown = best_paths(operands if operands.is_dense else operands.detached().cheapest(PATHS))
     return states, weight_of(operands, states).masked_fill(unknown, math.nan)
 
