@@ -15,53 +15,18 @@ from torch import Tensor
 
 from ..chain import WORTH_A_THREAD, Chain
 from . import team
-from .library import in_large_pages, library
+from .library import fields, in_large_pages, library, struct
 
 # the most sequences whose offsets are held for further calls
 _FEW = 1024
 
-
-def fields(names: str) -> list[tuple[str, Any]]:
-    """The fields of a struct of integers and, with a star before their names, of pointers."""
-    return [(name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64) for name in names.split()]
-
-
-class Rows(ctypes.Structure):
-    """`Rows` of c/chain.h."""
-
-    _fields_ = fields("*data step *at")
-
-
-class Matrices(ctypes.Structure):
-    """`Matrices` of c/chain.h; `from_` and `to` are the strides of its two states."""
-
-    _fields_ = fields("*data step from_ to *at")
-
-
-class Paths(ctypes.Structure):
-    """`Paths` of c/chain.h."""
-
-    _fields_ = fields("*data rank ranks steps *at")
-
-
-class Outputs(ctypes.Structure):
-    """`Outputs` of c/chain.h."""
-
-    _fields_ = fields("*grad_x *log_forward *log_backward *filtered step *at")
-
-
-class Around(ctypes.Structure):
-    """`Around` of c/chain.h."""
-
-    _fields_ = fields(
-        "*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following"
-    )
-
-
-class Means(ctypes.Structure):
-    """`Means` of c/chain.h."""
-
-    _fields_ = fields("*data *less")
+# those of c/chain.h; `from_` and `to` are the strides of the two states of matrices
+Rows = struct("*data step *at")
+Matrices = struct("*data step from_ to *at")
+Paths = struct("*data rank ranks steps *at")
+Outputs = struct("*grad_x *log_forward *log_backward *filtered step *at")
+Around = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
+Means = struct("*data *less")
 
 
 class Arguments(ctypes.Structure):

@@ -21,9 +21,9 @@ from ..chain import Layout
 from ..numbers import exact_sum
 from ..structured import Gradients, Saved, Structured
 from . import team
-from .arguments import Pointing, copies, fields, function, places, shared
+from .arguments import Pointing, copies, function, places, shared
 from .factors import counts, entering, multiply
-from .library import in_large_pages
+from .library import fields, in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
 
 # log 2 as two numbers; products of the first with exponents are exact

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..structured import POSTERIORS, Arcs, Durations, Gradients, Saved, Structured
-from .arguments import Pointing, fields, function, places, run, shared
-from .library import in_large_pages
+from .arguments import Pointing, function, places, run, shared
+from .library import fields, in_large_pages, struct
 
 _Result = TypeVar("_Result")
 
@@ -31,21 +31,14 @@ _POINTERS = 2**26
 _BANDS, _ARCS, _DURATIONS = 0, 1, 3
 
 
-class _Arguments(ctypes.Structure):
-    """`Exact` of c/entries.h, field by field."""
-
-    _fields_ = fields(
-        "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
-        " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
-        " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
-        " sequences every *room *dense"
-    )
-
-
-class _Slices(ctypes.Structure):
-    """`Slices` of c/entries.h, field by field."""
-
-    _fields_ = fields("blocks shared *start *state *other *arc")
+# `Exact` and `Slices` of c/entries.h
+_Arguments = struct(
+    "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
+    " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
+    " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
+    " sequences every *room *dense"
+)
+_Slices = struct("blocks shared *start *state *other *arc")
 
 
 class _Graph(ctypes.Structure):
@@ -270,7 +263,7 @@ def _sorted_by(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _slices(
     own: NDArray[np.int64], other: NDArray[np.int64], order: NDArray[np.int64], c: int, size: int
-) -> tuple[_Slices, tuple[NDArray[Any], ...]]:
+) -> tuple[Any, tuple[NDArray[Any], ...]]:
     """Slices of `size` rows of arcs by their state `own`, and the arrays that they point to; `order` sorts the arcs."""
     degree = np.bincount(own, minlength=c)
     rows = -(-degree // _LONGEST_ROW)  # of each state
