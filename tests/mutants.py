@@ -305,10 +305,10 @@ MUTANTS = [
     Mutant("log messages of few states lack a power of two", C + "few_loops.h",
            "step - begin) + l->matrix_exponent", "step - begin) - l->matrix_exponent - 1", OF_FEW),
     # structures
-    Mutant("messages of structures are backward after the end", "logchain/autograd/scan.py",
-           "            before = torch.where(inside, before, message)\n", "", MESSAGES),
+    Mutant("messages of structures go on after the end", "logchain/autograd/scan.py",
+           "        values = torch.where(inside, values, last.values)\n", "", MESSAGES),
     Mutant("messages of structures pass no transpose", "logchain/autograd/scan.py",
-           ".mT.apply(message + potential, LOG)", ".apply(message + potential, LOG)", MESSAGES),
+           ".mT.apply(message.values + potential, LOG)", ".apply(message.values + potential, LOG)", MESSAGES),
     Mutant("second derivatives lack the weight", "logchain/autograd/scan.py",
            "weight.to(value.dtype), create_graph", "(weight * 0 + 1).to(value.dtype), create_graph",
            "tests/autograd -k 'hessians or derivatives'"),
