@@ -10,7 +10,7 @@ from ..internals import autograd_in_operators, is_transformed
 from ..kernels.chain import arithmetic_dtype
 from ..kernels.structured import MESSAGES
 from ..operands import Operands
-from ..tensors import differentiated
+from ..tensors import differentiated, empty_gradients
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, operator
 from .scan import Steps, both_messages, filtered_messages
@@ -99,18 +99,13 @@ def _backward(*args: Any) -> Messages:
     return by_x, by_bulk, by_p0
 
 
-def _gradient_shapes(*args: Any) -> Messages:
-    by_x, by_bulk, by_p0 = (operand.new_empty(operand.shape) for operand in args[3:6])
-    return by_x, by_bulk, by_p0
-
-
 _OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params"
 _messages = operator(f"messages({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _of_dense, _shapes, _Messages)
 _messages_backward = operator(
     f"messages_backward(Tensor along_forward, Tensor along_backward, Tensor along_norm, {_OPERANDS})"
     " -> (Tensor, Tensor, Tensor)",
     _backward,
-    _gradient_shapes,
+    lambda *args: empty_gradients(args[3:6]),
     _Gradient,
     gradients=True,
 )
