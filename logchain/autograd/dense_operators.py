@@ -29,7 +29,7 @@ from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, opera
 from .scan import Steps, second_derivatives, total
 
 # the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]
 
 
 class Saved(NamedTuple):
@@ -121,16 +121,14 @@ def _kept_shapes(
 def _backward(grad: Tensor, *args: Any) -> Gradients:
     x, bulk, p0, lengths, log_norm, messages, extra, recomputed, log_params, by_log, *needs, segments, _ = args
     if x.numel() == 0:
-        zero_x, zero_bulk, zero_p0 = empty_gradients((x, bulk, p0), needs)
-        return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
+        return tuple(gradient.zero_() for gradient in empty_gradients((x, bulk, p0), needs))
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
         saved = Saved(log_norm, messages, extra, recomputed)
         operands = Operands(x, Dense(bulk), p0, lengths, log_params)
         return backward(operands, saved, grad, needs, by_log=by_log, segments=segments)
     gradients = short.gradients(x, bulk, p0, (log_norm, messages, recomputed), grad, needs, by_log=by_log)
-    grad_x, grad_bulk, grad_p0 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return grad_x, grad_bulk, grad_p0
+    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def backward(
