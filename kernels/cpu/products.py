@@ -21,7 +21,7 @@ from ..chain import Layout
 from ..numbers import exact_sum
 from ..structured import Gradients, Saved, Structured
 from . import team
-from .arguments import Pointing, copies, function, places, shared
+from .arguments import Pointing, copies, function, places, set_field, shared
 from .factors import counts, entering, multiply
 from .library import fields, in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
@@ -85,11 +85,10 @@ class Scan(Pointing):
         x = chain.x.to(self.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), slot=state.stride(0)), {}
-        self.arguments.floor, self.arguments.scale = self.floor, self.scale
-        self.arguments.least, self.arguments.x_step = self.weights.least_source, x.stride(-2)
-        self.point(x=x, x_at=places(x, chain.batch)[self.order].contiguous(), grad_at=self.order * (chain.v * c))
+        self.set(floor=self.floor, scale=self.scale, least=self.weights.least_source, x_step=x.stride(-2))
+        self.set(x=x, x_at=places(x, chain.batch)[self.order].contiguous(), grad_at=self.order * (chain.v * c))
         names = "state", "ends", "tops", "powers", "flagged", "live", "weight", "inverse"
-        self.point(**{name: getattr(self, name) for name in names})
+        self.set(**{name: getattr(self, name) for name in names})
         self.arguments.shares = len(shared(n, 16 * n * c))
         return copies(self.arguments, [(share, share + 1) for share in range(self.arguments.shares)])
 
@@ -147,10 +146,9 @@ class Scan(Pointing):
         of the step after, where B of others is 1: T (count, c) to `source`, at step 0 S B, with 1 / sum S B, and the
         gradient `grad` of x (n, v, c).
         """
-        numbers = {name: one.data_ptr() if isinstance(one, Tensor) else one for name, one in values.items()}
         for arguments in self._calls:
-            for name, value in numbers.items():
-                setattr(arguments, name, value)
+            for name, value in values.items():
+                set_field(arguments, name, value)
         loop, calls = function("weigh", self.dtype), self._calls
         _ = loop(calls) if len(calls) == 1 else team.calls(loop, calls)
 
