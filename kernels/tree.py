@@ -233,10 +233,11 @@ def with_arithmetic(kind: type[Arithmetic]) -> list[Any]:
     return [partial(f, kind) for f in (write_product, product_gradient, prefixes, prefixes_gradient)]
 
 
-def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:
-    """The sets and places of blocks of about `nodes` nodes that cover g sets of p nodes."""
-    places = max(1, min(p, nodes))
-    sets = max(1, nodes // places)
+def blocks(nodes: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
+    """The sets and places of blocks of about so many entries, at least one node, of nodes (g, p, c, c)."""
+    g, p, c, _ = nodes.shape
+    places = max(1, min(p, entries // c**2))
+    sets = max(1, entries // (c**2 * places))
     for z in range(0, g, sets):
         for i in range(0, p, places):
             yield slice(z, z + sets), slice(i, i + places)

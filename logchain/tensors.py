@@ -1,6 +1,7 @@
 """Properties of operands: dtypes, steps that are read, and active gradients, transforms or compilers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +20,10 @@ def with_steps(bulk: _Bulk) -> _Bulk:
     return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
 
 
-def empty_gradients(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized tensors for the gradients of operands, empty for those that are not needed."""
-    x, bulk, p0 = (
-        torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)
-        for operand, need in zip(operands, needs, strict=True)
-    )
-    return x, bulk, p0
+def empty_gradients(operands: Sequence[Tensor], needs: Iterable[bool] = repeat(True)) -> Any:
+    """A tuple of uninitialized tensors for the gradients of operands, empty for those that are not needed."""
+    pairs = zip(operands, needs, strict=False)
+    return tuple(operand.new_empty(operand.shape if need else 0) for operand, need in pairs)
 
 
 def differentiated(*args: Any) -> bool:

@@ -15,53 +15,18 @@ from torch import Tensor
 
 from ..chain import WORTH_A_THREAD, Chain
 from . import team
-from .library import in_large_pages, library
+from .library import fields, in_large_pages, library, struct
 
 # the most sequences whose offsets are held for further calls
 _FEW = 1024
 
-
-def fields(names: str) -> list[tuple[str, Any]]:
-    """The fields of a struct of integers and, with a star before their names, of pointers."""
-    return [(name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64) for name in names.split()]
-
-
-class Rows(ctypes.Structure):
-    """`Rows` of c/chain.h."""
-
-    _fields_ = fields("*data step *at")
-
-
-class Matrices(ctypes.Structure):
-    """`Matrices` of c/chain.h; `from_` and `to` are the strides of its two states."""
-
-    _fields_ = fields("*data step from_ to *at")
-
-
-class Paths(ctypes.Structure):
-    """`Paths` of c/chain.h."""
-
-    _fields_ = fields("*data rank ranks steps *at")
-
-
-class Outputs(ctypes.Structure):
-    """`Outputs` of c/chain.h."""
-
-    _fields_ = fields("*grad_x *log_forward *log_backward *filtered step *at")
-
-
-class Around(ctypes.Structure):
-    """`Around` of c/chain.h."""
-
-    _fields_ = fields(
-        "*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following"
-    )
-
-
-class Means(ctypes.Structure):
-    """`Means` of c/chain.h."""
-
-    _fields_ = fields("*data *less")
+# those of c/chain.h; `from_` and `to` are the strides of the two states of matrices
+Rows = struct("*data step *at")
+Matrices = struct("*data step from_ to *at")
+Paths = struct("*data rank ranks steps *at")
+Outputs = struct("*grad_x *log_forward *log_backward *filtered step *at")
+Around = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
+Means = struct("*data *less")
 
 
 class Arguments(ctypes.Structure):
@@ -108,23 +73,18 @@ class Pointing:
     arguments: Any
     _held: dict[str, Any]
 
-    def point(self, **tensors: Tensor | None) -> None:
-        """Set pointers to tensors; None is a null pointer."""
-        for name, tensor in tensors.items():
-            point(self.arguments, name, tensor)
-        self._held.update(tensors)
-
-    def set(self, **numbers: int) -> None:
-        """Set fields that are numbers."""
-        for name, number in numbers.items():
-            setattr(self.arguments, name, number)
+    def set(self, **values: Tensor | float | None) -> None:
+        """Set fields, see `set_field`."""
+        for name, value in values.items():
+            set_field(self.arguments, name, value)
+        self._held.update(values)
 
 
-def point(arguments: Any, name: str, tensor: Tensor | None) -> None:
-    """Set a pointer, or the data of an array with strides, to a tensor; None is a null pointer."""
+def set_field(arguments: Any, name: str, value: Tensor | float | None) -> None:
+    """Set a number, or a pointer, or the data of an array with strides, to a tensor; None is a null pointer."""
     field = getattr(arguments, name)
     target, name = (field, "data") if isinstance(field, ctypes.Structure) else (arguments, name)
-    setattr(target, name, None if tensor is None else tensor.data_ptr())
+    setattr(target, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 class Call(Pointing):
@@ -145,13 +105,13 @@ class Call(Pointing):
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
         a.packed = chain.starts is not None
         self.rows("x", x)
-        self.point(x=x)
+        self.set(x=x)
         self.matrices("bulk", bulk)
         if entered:  # one row for all, without offsets
             self.constants["p0"] = chain.new(1).fill_(float(not chain.log_params))
-            self.point(p0=self.constants["p0"])
+            self.set(p0=self.constants["p0"])
         else:
-            self.point(p0=p0)
+            self.set(p0=p0)
             a.p0.step = p0.stride(-1)
             self._at("p0", offsets(chain.lead, p0.expand(*chain.lead, c).stride()[:-1]))
         a.messages.step = c if a.packed else g * m * c
@@ -161,7 +121,7 @@ class Call(Pointing):
         if chain.ends is not None:
             self.ends = (chain.ends.reshape(g, m) + int(entered)).contiguous()
             self.order = torch.argsort(self.ends, dim=1, descending=True, stable=True)
-            self.point(ends=self.ends, order=self.order)
+            self.set(ends=self.ends, order=self.order)
 
     def rows(self, name: str, tensor: Tensor) -> None:
         """Set the strides of `x` or `out` to those of rows (v, *lead, c), each contiguous."""
@@ -177,14 +137,14 @@ class Call(Pointing):
             self._at(name, offsets(tensor.shape[1:-2], tensor.stride()[1:-2]))
         else:  # matrix i leads into row i of x
             self._at(name, (starts + 1) * tensor.stride(0))
-        self.point(**{name: tensor})
+        self.set(**{name: tensor})
 
     def paths(self, states: Tensor, ranks: int, steps: int, *, rank: int, sequence: int) -> None:
         """Set `paths` to states of so many paths and steps; `rank` and `sequence` are strides."""
         starts, field = self.chain.starts, self.arguments.paths
         field.ranks, field.rank, field.steps = ranks, rank, steps
         self._at("paths", offsets((self.chain.g * self.chain.m,), (sequence,)) if starts is None else starts)
-        self.point(paths=states)
+        self.set(paths=states)
 
     def _at(self, name: str, at: Tensor) -> None:
         getattr(self.arguments, name).at = at.data_ptr()
@@ -250,7 +210,7 @@ def copies(arguments: Any, spans: Sequence[tuple[int, int]], each: Sequence[dict
     for index, (copy, span) in enumerate(zip(array, spans, strict=True)):
         copy.first, copy.last = span
         for field, tensor in each[index].items() if each else ():
-            point(copy, field, tensor)
+            set_field(copy, field, tensor)
     return array
 
 

@@ -32,11 +32,11 @@ def forward(
     lossy = torch.zeros(chain.g, chain.m, dtype=torch.bool, device="cpu")
     values = _per_sequence(chain, chain.c) if leave else None
     call = Call(chain, entered=entering is not None)
-    call.point(messages=keep, log_norm=log_norm, lossy=lossy, leaving=values, log_norm_error=error)
+    call.set(messages=keep, log_norm=log_norm, lossy=lossy, leaving=values, log_norm_error=error)
     if entering is not None:
         before = entering.scale.expand(2, chain.g, chain.m).contiguous()
-        call.point(entering=entering.values.to(chain.dtype).contiguous())
-        call.point(entering_log_norm=before[0], entering_error=before[1])
+        call.set(entering=entering.values.to(chain.dtype).contiguous())
+        call.set(entering_log_norm=before[0], entering_error=before[1])
     call.run("value", call.spans())
     kept = Kept(log_norm, chain.new(0) if keep is None else keep, lossy, entering is not None)
     return kept, None if values is None else leaving_message(chain.ends, Message(values, scale), entering)
@@ -54,19 +54,19 @@ def backward(
     preceding = _per_sequence(chain, chain.c)
     lossy = kept.recomputed.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
     call = Call(chain, entered=kept.entered)
-    call.point(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=lossy)
-    call.point(weight=weight.double().resolve_neg().contiguous(), uncounted=_per_sequence(chain, dtype=torch.int64))
+    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=lossy)
+    call.set(weight=weight.double().resolve_neg().contiguous(), uncounted=_per_sequence(chain, dtype=torch.int64))
     if kept.entered:  # the first of the kept messages is the one that entered
-        call.point(entering=kept.messages, leaving=preceding)
+        call.set(entering=kept.messages, leaving=preceding)
     else:
-        call.point(grad_p0=preceding)
-    call.point(following=None if following is None else following.contiguous())
+        call.set(grad_p0=preceding)
+    call.set(following=None if following is None else following.contiguous())
     written = grad_x
     if grad_x is not None:  # written in place, or in a copy of another dtype or with contiguous states
         plain = grad_x.dtype == chain.dtype and (grad_x.stride(-1) == 1 or chain.c == 1)
         written = in_large_pages(grad_x) if plain else chain.new(*grad_x.shape)
         call.rows("out", written)
-        call.point(grad_x=written)
+        call.set(grad_x=written)
     spans, counts = _counts(call, grad_bulk)
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
     by_thread = [{field: counts[i % len(counts)]} for i in range(len(spans))] if counts else []
@@ -120,9 +120,9 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
         call.run("messages_one_way", spans + spans, [onward] * len(spans) + [reverse] * len(spans))
         if not lossy.any():
             return log_norm
-        call.point(lossy=lossy.amax(0))
+        call.set(lossy=lossy.amax(0))
         name = "redo_messages"
-    call.point(log_norm=log_norm, log_forward=forward, log_backward=backward)
+    call.set(log_norm=log_norm, log_forward=forward, log_backward=backward)
     call.run(name, spans)
     return log_norm
 
@@ -136,10 +136,9 @@ def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
     log_norm, mean = torch.zeros(2, p.g, p.m, dtype=torch.float64, device="cpu")
     lossy = torch.zeros(p.g, p.m, dtype=torch.uint8, device="cpu")
     states, call, second = messages_of(p, p.v).view(p.v, *p.lead, p.c), Call(p), None
-    call.point(log_norm=log_norm, means=mean, weight=torch.ones_like(mean), messages=messages_of(p, p.v))
-    call.point(lossy=lossy, uncounted=torch.full((p.g, p.m), p.v, device="cpu"))
+    call.set(log_norm=log_norm, means=mean, weight=torch.ones_like(mean), messages=messages_of(p, p.v))
+    call.set(lossy=lossy, uncounted=torch.full((p.g, p.m), p.v, device="cpu"), grad_x=states)
     call.rows("out", states)
-    call.point(grad_x=states)
     if others:
         second = Call(replace(others[0], dtype=p.dtype))
         call.arguments.means.less = ctypes.addressof(second.arguments)
@@ -151,24 +150,24 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """Write the states of drawn paths, see `kernels.plain.sample`."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
     call = Call(chain)
-    call.point(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=kept.recomputed.to(torch.uint8))
+    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=kept.recomputed.to(torch.uint8))
     call.paths(states, count, states.shape[-1], rank=states.stride(0), sequence=states.stride(-2))
     # the columns of a step's matrix that are read: one for every draw, at most all
     work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
     call.run("sample", shared(places, work))
 
 
-def paths(chain: Chain, k: int | None = None) -> tuple[Tensor, Tensor]:
+def paths(chain: Chain, k: int | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The states (g, m, v) of the best paths, or (g, m, k, v) of the k best, and `unknown` sequences (g, m).
 
-    See `kernels.plain.viterbi`.
+    Log-weights of best paths, NaN for unknown sequences, are written to `weights` (g, m). See `kernels.plain.viterbi`.
     """
     ranks, steps = 1 if k is None else k, len(chain.x)
     grid = (chain.g, chain.m) if chain.starts is None else ()
     unknown = _per_sequence(chain, dtype=torch.uint8)
     states = torch.empty(*grid, ranks, steps, dtype=torch.int64, device="cpu")
     call = Call(chain)
-    call.point(lossy=unknown)
+    call.set(lossy=unknown, log_norm=weights)
     call.paths(states, ranks, steps, rank=steps, sequence=ranks * steps)
     call.run("viterbi" if k is None else "topk_paths", call.spans())
     return states[..., 0, :] if k is None else states, unknown.view(torch.bool)
@@ -189,7 +188,7 @@ class Messages:
         width = max(chain.c, function("lanes", chain.dtype)())
         kept = in_large_pages(chain.new(call.arguments.steps, chain.g * chain.m, width))
         before = None if entering is None else entering.to(chain.dtype).contiguous()
-        call.point(entering=before, leaving=self.leaving, messages=kept, lossy=lossy)
+        call.set(entering=before, leaving=self.leaving, messages=kept, lossy=lossy)
         call.run("viterbi_forward", call.spans())
 
     def follow(self, states: Tensor) -> None:
@@ -204,5 +203,5 @@ class Messages:
         if call.ends is not None:
             ends, each = call.ends.clamp(max=steps), states.flatten(0, 1)
             each[torch.arange(len(each), device="cpu"), ends.flatten() - 1] = each[:, -1].clone()
-            call.point(ends=ends)
+            call.set(ends=ends)
         call.run("viterbi_backward", call.spans())

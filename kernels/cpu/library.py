@@ -42,6 +42,16 @@ def library() -> ctypes.CDLL:
     return load(level())
 
 
+def fields(names: str) -> list[tuple[str, Any]]:
+    """The fields of a struct of integers and, with a star before their names, of pointers."""
+    return [(name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64) for name in names.split()]
+
+
+def struct(names: str) -> Any:
+    """A struct of C with these `fields`."""
+    return type("Struct", (ctypes.Structure,), {"_fields_": fields(names)})
+
+
 @cache
 def _advise() -> Any:
     return ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None

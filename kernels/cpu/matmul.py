@@ -3,16 +3,17 @@
 Large products, and batch axes that cannot be flattened without a copy, are left to `kernels.plain`.
 """
 
-import ctypes
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..plain import matmul as plain
 from ..plain.matmul import Groups
-from .arguments import copies, fields, run_each, shared
+from .arguments import copies, run_each, shared
+from .library import struct
 
 # the longest inner axis, and the longest of rows or columns, up to which these loops are faster than torch's products
 _MOST = 512
@@ -20,15 +21,12 @@ _MOST = 512
 # multiply-adds in the time of an entry's exponentials and logarithm
 _ENTRY = 64
 
-_SIZES = "sets rows depth columns first last"
-_OPERANDS = "*a a_set a_row a_k *b b_set b_k b_j *out out_set out_row out_j *weight weight_set weight_row weight_j"
-_GRADIENTS = "*grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k grad_b_j *part_b *room"
-
-
-class Arguments(ctypes.Structure):
-    """`Operands` of c/matmul.h, field by field."""
-
-    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_GRADIENTS}")
+# `Operands` of c/matmul.h
+Arguments = struct(
+    "sets rows depth columns first last *a a_set a_row a_k *b b_set b_k b_j *out out_set out_row out_j *weight"
+    " weight_set weight_row weight_j *grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k grad_b_j"
+    " *part_b *room"
+)
 
 
 def forward(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
@@ -98,7 +96,7 @@ def _transposed(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return right.mT, left.mT
 
 
-def _arguments(left: Tensor, right: Tensor) -> Arguments:
+def _arguments(left: Tensor, right: Tensor) -> Any:
     g, m, k = left.shape
     arguments = Arguments(sets=g, rows=m, depth=k, columns=right.shape[2])
     _point(arguments, "a", left, "row", "k")
@@ -106,14 +104,14 @@ def _arguments(left: Tensor, right: Tensor) -> Arguments:
     return arguments
 
 
-def _point(arguments: Arguments, name: str, tensor: Tensor, *axes: str) -> None:
+def _point(arguments: Any, name: str, tensor: Tensor, *axes: str) -> None:
     """Set the address of a tensor and its strides; the first axis is that of sets."""
     setattr(arguments, name, tensor.data_ptr())
     for axis, stride in zip(("set", *axes), tensor.stride(), strict=True):
         setattr(arguments, f"{name}_{axis}", stride)
 
 
-def _spans(arguments: Arguments, *, whole_sets: bool = False) -> list[tuple[int, int]]:
+def _spans(arguments: Any, *, whole_sets: bool = False) -> list[tuple[int, int]]:
     """The first row of each thread and the one after its last; of whole sets if there are several."""
     g, m, n = arguments.sets, arguments.rows, arguments.columns
     size = m if whole_sets and g > 1 else 1
@@ -121,7 +119,7 @@ def _spans(arguments: Arguments, *, whole_sets: bool = False) -> list[tuple[int,
     return [(first * size, last * size) for first, last in spans]
 
 
-def _run(arguments: Arguments, spans: list[tuple[int, int]], dtype: torch.dtype, parts: Iterable[Tensor] = ()) -> int:
+def _run(arguments: Any, spans: list[tuple[int, int]], dtype: torch.dtype, parts: Iterable[Tensor] = ()) -> int:
     """The number of recomputed entries; `parts`: for each thread, where its gradients of b go."""
     each = [{"part_b": part} for part in parts]
     return sum(run_each(copies(arguments, spans, each), dtype, "matmul"))

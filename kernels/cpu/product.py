@@ -4,7 +4,6 @@ If there are fewer stacks than threads, stacks are cut into segments, whose prod
 in which a sum may have underflowed, and those of one matrix, are computed by `kernels.plain`.
 """
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -16,20 +15,17 @@ from torch import Tensor
 from ..numbers import exact_sum, near_one
 from ..plain import product as plain
 from ..tree import add_offset
-from .arguments import copies, fields, run_each, shared
+from .arguments import copies, run_each, shared
+from .library import struct
 
 # least matrices of a segment, which are worth the additional product
 _SHORTEST = 8
 
-_SIZES = "matrices states segments prefixes first last"
-_OPERANDS = "*stack stack_set stack_step stack_row stack_column *weights *scale"
-_RESULTS = "*out *products *offset *grad *lossy *room"
-
-
-class Arguments(ctypes.Structure):
-    """`Stack` of c/tree.h, field by field."""
-
-    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_RESULTS}")
+# `Stack` of c/tree.h
+Arguments = struct(
+    "matrices states segments prefixes first last *stack stack_set stack_step stack_row stack_column *weights *scale"
+    " *out *products *offset *grad *lossy *room"
+)
 
 
 def write_product(stack: Tensor, out: Tensor, *, inplace: bool) -> int:

@@ -21,9 +21,9 @@ from ..chain import Layout
 from ..numbers import exact_sum
 from ..structured import Gradients, Saved, Structured
 from . import team
-from .arguments import Pointing, copies, fields, function, places, shared
+from .arguments import Pointing, copies, function, places, set_field, shared
 from .factors import counts, entering, multiply
-from .library import in_large_pages
+from .library import fields, in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
 
 # log 2 as two numbers; products of the first with exponents are exact
@@ -85,11 +85,10 @@ class Scan(Pointing):
         x = chain.x.to(self.dtype).resolve_neg()
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         self.arguments, self._held = Arguments(rows=n, states=c, slots=len(state), slot=state.stride(0)), {}
-        self.arguments.floor, self.arguments.scale = self.floor, self.scale
-        self.arguments.least, self.arguments.x_step = self.weights.least_source, x.stride(-2)
-        self.point(x=x, x_at=places(x, chain.batch)[self.order].contiguous(), grad_at=self.order * (chain.v * c))
+        self.set(floor=self.floor, scale=self.scale, least=self.weights.least_source, x_step=x.stride(-2))
+        self.set(x=x, x_at=places(x, chain.batch)[self.order].contiguous(), grad_at=self.order * (chain.v * c))
         names = "state", "ends", "tops", "powers", "flagged", "live", "weight", "inverse"
-        self.point(**{name: getattr(self, name) for name in names})
+        self.set(**{name: getattr(self, name) for name in names})
         self.arguments.shares = len(shared(n, 16 * n * c))
         return copies(self.arguments, [(share, share + 1) for share in range(self.arguments.shares)])
 
@@ -140,22 +139,16 @@ class Scan(Pointing):
         weights.masked_fill_((values > (-math.inf if log else 0.0)) & (weights < least), least)
         return self.rows(weights.to(dtype)).contiguous(), self.rows(scale)
 
-    def forward_step(self, step: int, count: int, sums: Tensor, limit: float) -> None:
-        """Write S of the first rows, and their entries of the tables, from sums U (count, c)."""
-        self._call(step=step, count=count, sums=sums.data_ptr(), limit=limit)
+    def weigh(self, **values: Tensor | float | None) -> None:
+        """Compute a step of the first `count` rows in C, on all threads.
 
-    def backward_step(self, step: int, count: int, sums: Tensor | None, source: Tensor, grad_x: Tensor | None) -> None:
-        """Write T (count, c) to `source`, at step 0 S B, with 1 / sum S B and the gradient of x (n, v, c).
-
-        `sums`: B of the rows of the step after; B of others is 1.
+        Forward, of sums U (count, c) and a `limit`: S, and entries of the tables. Backward, of the `sums` B of the rows
+        of the step after, where B of others is 1: T (count, c) to `source`, at step 0 S B, with 1 / sum S B, and the
+        gradient `grad` of x (n, v, c).
         """
-        before, source_at, grad = (None if one is None else one.data_ptr() for one in (sums, source, grad_x))
-        self._call(step=step, count=count, sums=before, source=source_at, grad=grad)
-
-    def _call(self, **values: float | None) -> None:
         for arguments in self._calls:
             for name, value in values.items():
-                setattr(arguments, name, value)
+                set_field(arguments, name, value)
         loop, calls = function("weigh", self.dtype), self._calls
         _ = loop(calls) if len(calls) == 1 else team.calls(loop, calls)
 
@@ -184,7 +177,7 @@ def forward(chain: Structured, keep: bool) -> Saved:
         if step > 0:
             rows = scan.in_sets(scan.state[(step - 1) % len(scan.state), :count])
             sums, _ = multiply(factors, rows, *scan.matrices(step))
-        scan.forward_step(step, count, sums, scan.weights.limit if step > 0 else scan.floor)
+        scan.weigh(step=step, count=count, sums=sums, limit=scan.weights.limit if step > 0 else scan.floor)
         if step + 1 in stops:
             ended = scan.ends == step + 1
             total[ended] = scan.state[step % len(scan.state)][ended].sum(-1, dtype=torch.float64)
@@ -218,7 +211,7 @@ def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Sequence[bo
         sources, following = memory[: (last - first + 1) * count * c].view(-1, count, c), []
         for step in range(last, first - 1, -1):
             source = sources[step - first]
-            scan.backward_step(step, count, sums, source, grad_x)
+            scan.weigh(step=step, count=count, sums=sums, source=source, grad=grad_x)
             matrices, diagonal = scan.matrices(step)
             transposed = [matrix.mT for matrix in reversed(matrices)]
             sums, parts = multiply(reverse, scan.in_sets(source), transposed, diagonal)
@@ -228,7 +221,7 @@ def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Sequence[bo
         last = first - 1
     source = memory[: n * c].view(n, c)
     if active:
-        scan.backward_step(0, n, sums, source, grad_x)
+        scan.weigh(step=0, count=n, sums=sums, source=source, grad=grad_x)
     grad_x = None if grad_x is None else grad_x.view(*chain.batch, chain.v, c)
     grad_p0 = _gradient_of_p0(scan, source, by_log=by_log) if needs[1] else None
     return grad_x, grad_p0, *(() if totals is None else totals.gradients())

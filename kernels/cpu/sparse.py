@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..structured import POSTERIORS, Arcs, Durations, Gradients, Saved, Structured
-from .arguments import Pointing, fields, function, places, run, shared
-from .library import in_large_pages
+from .arguments import Pointing, function, places, run, shared
+from .library import fields, in_large_pages, struct
 
 _Result = TypeVar("_Result")
 
@@ -31,21 +31,14 @@ _POINTERS = 2**26
 _BANDS, _ARCS, _DURATIONS = 0, 1, 3
 
 
-class _Arguments(ctypes.Structure):
-    """`Exact` of c/entries.h, field by field."""
-
-    _fields_ = fields(
-        "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
-        " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
-        " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
-        " sequences every *room *dense"
-    )
-
-
-class _Slices(ctypes.Structure):
-    """`Slices` of c/entries.h, field by field."""
-
-    _fields_ = fields("blocks shared *start *state *other *arc")
+# `Exact` and `Slices` of c/entries.h
+_Arguments = struct(
+    "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
+    " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
+    " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
+    " sequences every *room *dense"
+)
+_Slices = struct("blocks shared *start *state *other *arc")
 
 
 class _Graph(ctypes.Structure):
@@ -73,7 +66,7 @@ def _forward(call: "_Call", keep: bool) -> Saved | None:
     kept: Saved = ()
     if keep:
         kept = call.numbers(), call.numbers(), torch.empty(call.n, call.chain.v, dtype=torch.float64, device="cpu")
-        call.point(mantissas=kept[0], exponents=kept[1], taken=kept[2])
+        call.set(mantissas=kept[0], exponents=kept[1], taken=kept[2])
     log_norm = call.log_norm()
     inexact = call.run("forward", call.spans())
     return None if inexact else (log_norm, torch.zeros_like(log_norm, dtype=torch.bool), *kept)
@@ -91,12 +84,11 @@ def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Sequence[bool],
             return None
         saved = messages
     chain, (log_norm, _, mantissas, exponents, taken) = call.chain, saved
-    call.point(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=log_norm.contiguous())
-    call.point(weight=weight.double().expand(chain.batch).resolve_neg().contiguous())
-    call.set(by_log=by_log)
+    call.set(mantissas=mantissas, exponents=exponents, taken=taken, log_norm=log_norm.contiguous())
+    call.set(weight=weight.double().expand(chain.batch).resolve_neg().contiguous(), by_log=by_log)
     grad_x = call.states() if needs[0] else None
     grad_p0 = torch.empty(*chain.batch, chain.c, dtype=torch.float64, device="cpu") if needs[1] else None
-    call.point(grad_x=grad_x, grad_p0=grad_p0)
+    call.set(grad_x=grad_x, grad_p0=grad_p0)
     counted = any(needs[2:]) and call.parameter.numel() > 0
     # copies of gradients of each step take no more memory than the messages
     most = None if call.one else max(1, call.n * chain.c // max(1, call.entries))
@@ -114,10 +106,10 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
     """Forward and backward messages [*B, v, c] as logarithms, -inf after sequences' ends, and log-partitions [*B]."""
     call = _Call(chain, torch.float64)
     into, out, log_norm = call.states(), call.states(), call.log_norm()
-    call.point(log_forward=into)
+    call.set(log_forward=into)
     if call.run("forward", call.spans()):
         return None
-    call.point(log_forward=None, log_backward=out, log_norm=None)
+    call.set(log_forward=None, log_backward=out, log_norm=None)
     return None if call.run("backward", call.spans()) else (into, out, log_norm)
 
 
@@ -125,7 +117,7 @@ def messages(chain: Structured) -> tuple[Tensor, Tensor, Tensor] | None:
 def filtered(call: "_Call") -> tuple[Tensor, Tensor] | None:
     """Forward messages [*B, v, c] divided by their sums, 0 after sequences' ends, and log-partitions [*B]."""
     states, log_norm = call.states(), call.log_norm()
-    call.point(filtered=states)
+    call.set(filtered=states)
     return None if call.run("forward", call.spans()) else (states, log_norm)
 
 
@@ -137,9 +129,8 @@ def draws(chain: Structured, numbers: Tensor) -> Tensor | None:
     log_norm, _, mantissas, exponents, _ = saved
     chain = chain._replace(p0=chain.p0.to(mantissas.dtype))  # of which then all operands are
     call, states = _Call(chain, chain.dtype), torch.empty(numbers.shape, dtype=torch.int64, device="cpu")
-    call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n)
-    call.point(mantissas=mantissas, exponents=exponents, log_norm=log_norm, weight=numbers.contiguous())
-    call.point(paths=states)
+    call.set(draws=states.numel() // max(1, call.n * chain.v), sequences=call.n, paths=states)
+    call.set(mantissas=mantissas, exponents=exponents, log_norm=log_norm, weight=numbers.contiguous())
     call.run("draw", call.spans())
     return states
 
@@ -149,8 +140,7 @@ def best_paths(chain: Structured) -> tuple[Tensor, Tensor]:
     call = _Call(chain, chain.dtype)
     log_norm, states = call.log_norm(), torch.empty(chain.x.shape[:-1], dtype=torch.int64, device="cpu")
     every = chain.v if 4 * chain.v * chain.c <= _POINTERS else math.isqrt(chain.v)
-    call.set(every=max(1, every))
-    call.point(paths=states)
+    call.set(every=max(1, every), paths=states)
     call.run("best", call.spans())
     return states, log_norm.isnan()
 
@@ -183,7 +173,7 @@ class _Call(Pointing):
         self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one)
         self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1), counts_step=self.entries)
         self.set(weights_step=parameter.stride(len(batch)), weights_inner=parameter.stride(-1))
-        self.point(places=table, x=x, weights=parameter, p0=p0)
+        self.set(places=table, x=x, weights=parameter, p0=p0)
         self._work = self.n * chain.v * self.entries
         if isinstance(pattern, Arcs):
             graph = _graph(pattern, chain.c, self._lanes)
@@ -193,8 +183,7 @@ class _Call(Pointing):
             self._work *= POSTERIORS.of_band
         else:
             terms = len(pattern)
-            self.point(pattern=_bands(pattern))
-            self.set(kind=_BANDS, terms=terms, weights_outer=parameter.stride(-2))
+            self.set(kind=_BANDS, terms=terms, pattern=_bands(pattern), weights_outer=parameter.stride(-2))
             self._work = self.n * chain.v * chain.c * (terms + 4) * POSTERIORS.of_band
 
     def numbers(self) -> Tensor:
@@ -205,7 +194,7 @@ class _Call(Pointing):
     def log_norm(self) -> Tensor:
         """Memory for the log-partitions, to which the arguments point."""
         log_norm = torch.empty(self.chain.batch, dtype=torch.float64, device="cpu")
-        self.point(log_norm=log_norm)
+        self.set(log_norm=log_norm)
         return log_norm
 
     def states(self) -> Tensor:
@@ -270,7 +259,7 @@ def _sorted_by(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _slices(
     own: NDArray[np.int64], other: NDArray[np.int64], order: NDArray[np.int64], c: int, size: int
-) -> tuple[_Slices, tuple[NDArray[Any], ...]]:
+) -> tuple[Any, tuple[NDArray[Any], ...]]:
     """Slices of `size` rows of arcs by their state `own`, and the arrays that they point to; `order` sorts the arcs."""
     degree = np.bincount(own, minlength=c)
     rows = -(-degree // _LONGEST_ROW)  # of each state

@@ -11,23 +11,14 @@ from typing import Any
 
 import torch
 
-from .library import library
+from .library import library, struct
 
 # the process with torch's threads; a fork of it has none
 _PROCESS = os.getpid()
 
 
-class Calls(ctypes.Structure):
-    """`Calls` of c/team.c, field by field."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("results", ctypes.c_void_p),
-        ("taken", ctypes.c_int64),
-    ]
+# of c/team.c
+Calls = struct("*function *arguments size count *results taken")
 
 
 @cache
@@ -46,13 +37,8 @@ def calls(function: Any, arguments: "ctypes.Array[Any]") -> Sequence[int]:
     """The integers that a function of the library returns for an array of arguments, on up to torch's threads."""
     count = len(arguments)
     results = (ctypes.c_int64 * count)()
-    of_all = Calls(
-        ctypes.cast(function, ctypes.c_void_p),
-        ctypes.addressof(arguments),
-        ctypes.sizeof(arguments) // count,
-        count,
-        ctypes.addressof(results),
-    )
+    loop, first, size = ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(arguments), ctypes.sizeof(arguments)
+    of_all = Calls(loop, first, size // count, count, ctypes.addressof(results))
     share, data = library().logchain_share, ctypes.byref(of_all)
     if os.getpid() == _PROCESS and (parallel := _parallel()) is not None:
         # a team of another size than torch's would end threads, which torch would have to start again

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..weights import Weights, check_weights
-from .arguments import Arguments, Call, function, offsets, point, run
+from .arguments import Arguments, Call, function, offsets, run, set_field
 from .library import in_large_pages
 
 _Made = TypeVar("_Made")
@@ -213,7 +213,7 @@ class Short(Template):
         for i, operand in enumerate(operands):
             if needs[i]:
                 gradients[i] = gradient = in_large_pages(torch.empty(operand.shape, dtype=self.dtype, device="cpu"))
-                point(a, _GRADIENTS[i], gradient)
+                set_field(a, _GRADIENTS[i], gradient)
         return gradients
 
 

@@ -26,14 +26,13 @@ class Arithmetic(tree.Arithmetic):
 
     def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write products of nodes, see `kernels.tree`."""
-        g, p, c, _ = out.values.shape
         a, b, into, shifts = left.values, right.values, out.values, (_lines(left), _lines(right))
         if into.data_ptr() == b.data_ptr():
             a, b, into, shifts = b.mT, a.mT, into.mT, shifts[::-1]
-        if into.data_ptr() != a.data_ptr() or c <= self._columns:
+        if into.data_ptr() != a.data_ptr() or a.shape[-1] <= self._columns:
             self._multiply(a, b, shifts, into, out.maxima)
             return
-        for at in blocks(max(1, _ENTRIES // c**2), g, p):
+        for at in blocks(into, _ENTRIES):
             into[at] = self._multiply(a[at], b[at], (shifts[0][at], shifts[1][at]), None, out.maxima[at])
 
     def _multiply(
@@ -50,9 +49,8 @@ class Arithmetic(tree.Arithmetic):
         self, weight: Tensor, left: Nodes, right: Nodes, out: Nodes, grad_left: Tensor, grad_right: Tensor, *, add: bool
     ) -> None:
         """Write gradients of nodes, see `kernels.tree`."""
-        g, p, c, _ = weight.shape
         tensors = grad_left, grad_right, weight, left.values, right.values, out.values, _lines(left), _lines(right)
-        for at in blocks(max(1, _ENTRIES // c**2), g, p):
+        for at in blocks(weight, _ENTRIES):
             into_a, into_b, w, a, b, product, rows, columns = (tensor[at] for tensor in tensors)
             # either gradient may be in the memory of the weight, so neither is written before both are computed
             of_a, of_b = torch.empty_like(w), into_b

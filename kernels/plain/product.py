@@ -1,7 +1,5 @@
 """Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by `matmul` in float64."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ class Arithmetic(tree.Arithmetic):
 
     def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write products of nodes, see `kernels.tree`."""
-        for at in _blocks(left.values):
+        for at in blocks(left.values, _HELD):
             a, b = (
                 (nodes.values[at].double() - finite(nodes.maxima[at])[..., None, None]).flatten(0, 1)
                 for nodes in (left, right)
@@ -35,7 +33,7 @@ class Arithmetic(tree.Arithmetic):
         self, weight: Tensor, left: Nodes, right: Nodes, out: Nodes, grad_left: Tensor, grad_right: Tensor, *, add: bool
     ) -> None:
         """Write gradients of nodes, see `kernels.tree`."""
-        for at in _blocks(weight):
+        for at in blocks(weight, _HELD):
             w, a, b = (values[at].double().flatten(0, 1) for values in (weight, left.values, right.values))
             grads = matmul.backward(w, a, b, True, True, torch.float64)
             for grad, into, adds in zip(grads, (grad_left, grad_right), (add, False), strict=True):
@@ -46,11 +44,6 @@ class Arithmetic(tree.Arithmetic):
     def recomputed(self) -> int:
         """The number of entries that were recomputed, see `kernels.tree`."""
         return self._recomputed
-
-
-def _blocks(nodes: Tensor) -> Iterator[tuple[slice, slice]]:
-    g, p, c, _ = nodes.shape
-    return blocks(max(1, _HELD // c**2), g, p)
 
 
 write_product, product_gradient, prefixes, prefixes_gradient = tree.with_arithmetic(Arithmetic)

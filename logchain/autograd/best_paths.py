@@ -9,6 +9,7 @@ These are computed in float64, except for bands, arcs and durations on a CPU, wh
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import kernels
 from ..kernels.chain import Chain
 from ..kernels.structured import PATHS
 from ..operands import Operands, check_products
+from ..tensors import differentiated, is_plain
 from ..transitions import Transition
 from .operator import operator
 from .paths import weight_of
@@ -27,6 +29,14 @@ from .scan import Message, Steps, messages
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
     """The best path int64 [*B, v], -1 where there is no state, and its log-weight [*B], NaN for unknown sequences."""
     check_products(operands.transition)
+    x, tensors = operands.x, operands.tensors
+    in_c = operands.is_dense and x.numel() > 0 and kernels.in_c(x) and is_plain(tensors)
+    # in float64 the last digit would be another one than that of a score with a gradient
+    if in_c and operands.dtype == torch.float32 and not differentiated(*tensors):
+        chain = operands.dense_chain()
+        weights = torch.empty(chain.g, chain.m, dtype=torch.float64)
+        states, _ = _computed(chain, None, weights=weights)
+        return states, chain.layout.batched(weights).contiguous()
     states, unknown = best_paths(operands if operands.is_dense else operands.detached().cheapest(PATHS))
     return states, weight_of(operands, states).masked_fill(unknown, math.nan)
 
@@ -40,11 +50,8 @@ def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]
     detached = operands.detached()
     if operands.packed:
         with kernels.arithmetic_on(operands.x):
-            chain = detached.dense_chain()
-            states, unknown = _computed(chain, k)
-            return states, chain.layout.batched(unknown)
-    states, unknown = _best_paths(*detached.dense, k)
-    return states, unknown
+            return _computed(detached.dense_chain(), k)
+    return _best_paths(*detached.dense, k)
 
 
 def best_messages(steps: Steps) -> tuple[list[Message], list[Tensor]]:
@@ -94,32 +101,27 @@ def possible(steps: Steps, states: Tensor, weight: Tensor) -> Tensor:
     return steps.layout.batched(states.contiguous()).contiguous()
 
 
-def _forward(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, k: int | None
-) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0:
-        return _shapes(x, bulk, p0, lengths, log_params, k)
-    chain = Chain.of(x, bulk, p0, lengths, log_params)
-    states, unknown = (chain.layout.batched(each).contiguous() for each in _computed(chain, k))
-    return states, unknown
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    x, *_, k = args
+    return _computed(Chain.of(*args[:5]), k) if x.numel() else _shapes(*args)
 
 
-def _computed(chain: Chain, k: int | None) -> Any:
-    if k is None:
-        return kernels.module("viterbi", chain.x).paths(chain)
+def _computed(chain: Chain, k: int | None, **options: Tensor) -> tuple[Tensor, Tensor]:
     # Triton has no kernels for several paths
-    return (kernels.load("cpu.dense") if kernels.in_c(chain.x) else kernels.load("plain.viterbi")).paths(chain, k)
+    any_device = k is None or kernels.in_c(chain.x)
+    module = kernels.module("viterbi", chain.x) if any_device else kernels.load("plain.viterbi")
+    states, unknown = module.paths(chain, *(() if k is None else (k,)), **options)
+    states = states if chain.starts is not None else chain.layout.batched(states).contiguous()
+    return states, chain.layout.batched(unknown).contiguous()
 
 
-def _shapes(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, k: int | None
-) -> tuple[Tensor, Tensor]:
-    *batch, v, _ = x.shape
+def _shapes(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    (*batch, v, _), k = x.shape, args[-1]
     shape = (*batch, v) if k is None else (*batch, k, v)
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(batch, dtype=torch.bool)
 
 
-_best_paths = operator(
+_best_paths: Callable[..., tuple[Tensor, Tensor]] = operator(
     "best_paths(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params, int? k) -> (Tensor, Tensor)",
     _forward,
     _shapes,

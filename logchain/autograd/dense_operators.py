@@ -29,7 +29,7 @@ from .operator import Final, Saving, if_needed, mapped_axes, mapped_first, opera
 from .scan import Steps, second_derivatives, total
 
 # the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]
 
 
 class Saved(NamedTuple):
@@ -46,18 +46,10 @@ class Saved(NamedTuple):
     recomputed: Tensor
 
 
-def _forward(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    log_params: bool,
-    keep: bool,
-    segments: int,
-    warm_up: int,
-) -> Saved:
+def _forward(*args: Any) -> Saved:
+    x, bulk, p0, lengths, log_params, keep, segments, warm_up = args
     if x.numel() == 0:
-        return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments, warm_up)
+        return _kept_shapes(*args)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
         log_norm, messages, recomputed = residuals = short.residuals(x, keep)
@@ -129,16 +121,14 @@ def _kept_shapes(
 def _backward(grad: Tensor, *args: Any) -> Gradients:
     x, bulk, p0, lengths, log_norm, messages, extra, recomputed, log_params, by_log, *needs, segments, _ = args
     if x.numel() == 0:
-        zero_x, zero_bulk, zero_p0 = empty_gradients((x, bulk, p0), needs)
-        return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
+        return tuple(gradient.zero_() for gradient in empty_gradients((x, bulk, p0), needs))
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
         saved = Saved(log_norm, messages, extra, recomputed)
         operands = Operands(x, Dense(bulk), p0, lengths, log_params)
         return backward(operands, saved, grad, needs, by_log=by_log, segments=segments)
     gradients = short.gradients(x, bulk, p0, (log_norm, messages, recomputed), grad, needs, by_log=by_log)
-    grad_x, grad_bulk, grad_p0 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return grad_x, grad_bulk, grad_p0
+    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def backward(
@@ -170,10 +160,6 @@ def backward(
     return grad_x, grad_bulk, grad_p0
 
 
-def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *args: Any) -> Gradients:
-    return empty_gradients((x, bulk, p0), args[7:10])
-
-
 def _second(
     weight: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
@@ -202,10 +188,6 @@ def _quotient(tangent: Tensor | None, weight: Tensor) -> Tensor | None:
     """The tangent of the logarithm of a weight, from that of the weight; 0 at weight 0."""
     zero = weight == 0
     return None if tangent is None else torch.where(zero, 0.0, tangent / torch.where(zero, 1.0, weight))
-
-
-def _second_shapes(weight: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(operand.new_empty(operand.shape) for operand in (weight, x, bulk, p0))
 
 
 class _LogNorm(torch.autograd.Function):
@@ -325,7 +307,7 @@ log_norm_backward = operator(
     f"log_norm_backward(Tensor grad, {_OPERANDS}, {_SAVED}, bool log_params, bool by_log,"
     " bool need_x, bool need_bulk, bool need_p0, int segments, int warm_up) -> (Tensor, Tensor, Tensor)",
     _backward,
-    _gradient_shapes,
+    lambda *args: empty_gradients(args[1:4], args[11:14]),
     _Gradient,
     vmap=_vmap_of_gradient,
 )
@@ -333,7 +315,7 @@ log_norm_second = operator(
     f"log_norm_second(Tensor weight, {_OPERANDS}, {_TANGENTS}, bool log_params, bool by_log)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _second,
-    _second_shapes,
+    lambda *args: empty_gradients(args[:4]),
     _Second,
     gradients=True,
 )

@@ -4,6 +4,7 @@ Those of structures are traced back through the log messages m of a forward pass
 `exp(m_{i-1}) P_i(., z_i)`: in float64, except for bands, arcs and durations on a CPU, which the C library computes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
             return _drawn(operands.dense_chain(), (count, len(x)), generator)
     if operands.is_dense:
         *tensors, log_params = operands.dense
-        drawn: Tensor = _sample(*tensors, count, generator, log_params)
-        return drawn
+        return _sample(*tensors, count, generator, log_params)
     if count == 0 or x.numel() == 0:
         return x.new_empty((count, *x.shape[:-1]), dtype=torch.int64)
     numbers = x.new_empty((count, *x.shape[:-1]), dtype=torch.float64).uniform_(generator=generator)
@@ -57,17 +57,10 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     return possible(steps, drawn.permute(1, 2, 3, 0), weight).movedim(-2, 0)
 
 
-def _forward(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    num_samples: int,
-    generator: torch.Generator | None,
-    log_params: bool,
-) -> Tensor:
+def _forward(*args: Any) -> Tensor:
+    x, bulk, p0, lengths, num_samples, generator, log_params = args
     if num_samples == 0 or x.numel() == 0:
-        return _shape(x, bulk, p0, lengths, num_samples)
+        return _shape(*args)
     with torch.no_grad():
         chain = Chain.of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
         drawn = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
@@ -93,12 +86,11 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]
     if info.randomness != "different":
         raise RuntimeError(f"sample: expected vmap(..., randomness='different'), got {info.randomness!r}")
     operands = mapped_first(info.batch_size, in_dims, args[:4], (False, True, True, False))
-    paths: Tensor = _sample(*operands, *args[4:])
-    return paths, 1
+    return _sample(*operands, *args[4:]), 1
 
 
 # the tag prevents compilers from merging two calls with equal arguments, which are two draws
-_sample = operator(
+_sample: Callable[..., Tensor] = operator(
     "sample(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, SymInt num_samples, Generator? generator,"
     " bool log_params) -> Tensor",
     _forward,

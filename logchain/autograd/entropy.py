@@ -10,7 +10,7 @@ values, and `log_norm_second` the covariances. They can be differentiated once.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ def entropy(operands: Operands) -> Tensor:
     if operands.transition.sums:
         operands = as_dense(operands)
     if operands.is_dense:
-        entropies: Tensor = _entropy(*operands.dense[:3], None, None, None, *operands.dense[3:])
-        return entropies
+        return _entropy(*operands.dense[:3], None, None, None, *operands.dense[3:])
     if operands.x.numel() == 0:
         return log_norm(operands)
     x, p0, *parameters = operands.tensors
@@ -64,8 +63,7 @@ def entropy(operands: Operands) -> Tensor:
 
 def divergence(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     """The divergence of the paths of p from those of q [*B] in float64; 0 where none is possible under p."""
-    divergences: Tensor = _entropy(*p, *q, lengths, log_params)
-    return divergences
+    return _entropy(*p, *q, lengths, log_params)
 
 
 class _Entropy(torch.autograd.Function):
@@ -115,14 +113,11 @@ def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None
     return counts[0], *weighted
 
 
-def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weights:
+def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> tuple[Tensor, ...]:
     """The logarithms of all weights in float64, with 0 for -inf and for NaN, which makes the log-partition NaN too."""
-    return _finite_log(x, True), _finite_log(bulk, log_params), _finite_log(p0, log_params)
-
-
-def _finite_log(weights: Tensor, log_params: bool) -> Tensor:
-    logs = log_weights(weights, log_params, torch.float64)
-    return logs.masked_fill((logs == -torch.inf) | weights.isnan(), 0.0)
+    logs = x.double(), *(log_weights(weights, log_params, torch.float64) for weights in (bulk, p0))
+    finite = zip(logs, (x, bulk, p0), strict=True)
+    return tuple(log.masked_fill((log == -torch.inf) | weights.isnan(), 0.0) for log, weights in finite)
 
 
 def _chains(operands: Sequence[Tensor]) -> list[Weights]:
@@ -151,7 +146,7 @@ def _shapes(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[:-2], dtype=torch.float64)
 
 
-_entropy = operator(
+_entropy: Callable[..., Tensor] = operator(
     "entropy(Tensor x, Tensor bulk, Tensor p0, Tensor? other_x, Tensor? other_bulk, Tensor? other_p0,"
     " Tensor? lengths, bool log_params) -> Tensor",
     _values,

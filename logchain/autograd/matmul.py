@@ -4,7 +4,7 @@ Only the operands are saved for the backward pass.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,6 @@ from ..kernels.plain import matmul as plain
 from ..kernels.plain.matmul import Groups
 from ..rescues import report_outputs
 from .operator import Final, Saving, if_needed, operator
-
-
-def log_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`log(exp(a) exp(b))` for (*batch, m, k) and (*batch, k, n) of one dtype, float32 or float64, no size being 0.
-
-    A batch axis is of the same size in both operands or of size 1 in one of them.
-    """
-    result: Tensor = _log_matmul(a, b)
-    return result
 
 
 def broadcast_log_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -109,13 +100,9 @@ def _gradient_shapes(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b:
     return grad_a if need_a else a.new_empty(0), grad_b if need_b else b.new_empty(0)
 
 
-def _second_shapes(
-    weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return weight.new_empty(weight.shape), torch.empty_like(a), torch.empty_like(b)
-
-
-_log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape, _LogMatmul)
+# `log(exp(a) exp(b))` for (*batch, m, k) and (*batch, k, n) of one dtype, float32 or float64, no size being 0: a batch
+# axis is of the same size in both operands or of size 1 in one of them
+log_matmul: Callable[..., Tensor] = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape, _LogMatmul)
 _log_matmul_backward = operator(
     "log_matmul_backward(Tensor weight, Tensor a, Tensor b, bool need_a, bool need_b) -> (Tensor, Tensor)",
     _backward,
@@ -126,7 +113,7 @@ _log_matmul_backward = operator(
 _log_matmul_second = operator(
     "log_matmul_second(Tensor weight, Tensor a, Tensor b, Tensor along_a, Tensor along_b) -> (Tensor, Tensor, Tensor)",
     plain.second,
-    _second_shapes,
+    lambda weight, a, b, *_: (weight.new_empty(weight.shape), torch.empty_like(a), torch.empty_like(b)),
     Final,
     gradients=True,
 )

@@ -10,12 +10,12 @@ from ..internals import autograd_in_operators, is_transformed
 from ..kernels.chain import arithmetic_dtype
 from ..kernels.structured import MESSAGES
 from ..operands import Operands
-from ..tensors import differentiated
+from ..tensors import differentiated, empty_gradients
 from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, operator
 from .scan import Steps, both_messages, filtered_messages
 
-Messages = tuple[Tensor, Tensor, Tensor]
+Messages = tuple[Tensor, ...]
 
 
 def messages(operands: Operands) -> Messages:
@@ -36,15 +36,13 @@ def messages(operands: Operands) -> Messages:
         results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
     if results is None:
         return _by_scan(operands)
-    forward, backward, log_norm = (each.to(operands.dtype) for each in results)
-    return forward, backward, log_norm
+    return tuple(each.to(operands.dtype) for each in results)
 
 
 def _by_scan(operands: Operands) -> Messages:
     operands = operands.with_checked_lengths()
     results = both_messages(operands.steps(), operands.lengths)
-    forward, backward, log_norm = (each.to(operands.dtype).contiguous() for each in results)
-    return forward, backward, log_norm
+    return tuple(each.to(operands.dtype).contiguous() for each in results)
 
 
 def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Messages:
@@ -86,8 +84,7 @@ class _Gradient(Final):
 def _backward(*args: Any) -> Messages:
     along, operands, (lengths, log_params) = args[:3], args[3:6], args[6:]
     if operands[0].numel() == 0:
-        by_x, by_bulk, by_p0 = (torch.zeros_like(operand) for operand in operands)
-        return by_x, by_bulk, by_p0
+        return tuple(torch.zeros_like(operand) for operand in operands)
     with autograd_in_operators(), torch.enable_grad():
         leaves = x, bulk, p0 = [operand.detach().requires_grad_() for operand in operands]
         outputs = both_messages(Steps(x, Dense(bulk), p0, lengths, log_params), lengths)
@@ -95,13 +92,7 @@ def _backward(*args: Any) -> Messages:
         used = [pair for pair in zip(outputs, along, strict=True) if pair[0].requires_grad]
         tangents = [torch.where(output == -torch.inf, 0.0, tangent).double() for output, tangent in used]
         gradients = torch.autograd.grad([output for output, _ in used], leaves, tangents, materialize_grads=True)
-    by_x, by_bulk, by_p0 = (gradient.contiguous() for gradient in gradients)
-    return by_x, by_bulk, by_p0
-
-
-def _gradient_shapes(*args: Any) -> Messages:
-    by_x, by_bulk, by_p0 = (operand.new_empty(operand.shape) for operand in args[3:6])
-    return by_x, by_bulk, by_p0
+    return tuple(gradient.contiguous() for gradient in gradients)
 
 
 _OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params"
@@ -110,7 +101,7 @@ _messages_backward = operator(
     f"messages_backward(Tensor along_forward, Tensor along_backward, Tensor along_norm, {_OPERANDS})"
     " -> (Tensor, Tensor, Tensor)",
     _backward,
-    _gradient_shapes,
+    lambda *args: empty_gradients(args[3:6]),
     _Gradient,
     gradients=True,
 )

@@ -32,7 +32,7 @@ def log_weight(
     start, pairs = look_up(p0.unsqueeze(-2), states[..., :1]), (states[..., :-1], states[..., 1:])
     if len(transition.parameters) == 1:  # only those on the paths are converted
         moved = transition.entries(*pairs, LOG if log_params else LINEAR)
-        weights = read(torch.cat([start.double(), moved.double()], -1), 0.0 if log_params else 1.0)
+        weights = read(torch.cat([start, moved], -1), 0.0 if log_params else 1.0)
         logs = log_weights(weights, log_params, torch.float64)
     else:  # products may underflow
         structure = transition.map(lambda weights: log_weights(weights, log_params, torch.float64))
@@ -83,10 +83,10 @@ def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[T
     order; the low parts are too small for rounding to count.
     """
     impossible = total((terms.detach() == -torch.inf).double()) > 0
-    terms = torch.where(of_terms(impossible), 0.0, terms)
+    terms = terms.masked_fill(of_terms(impossible), -torch.inf)
     if not exact:
-        return torch.where(impossible, -torch.inf, total(terms))
+        return total(terms)
     size = total(terms.detach().abs())
     large = of_terms(1.5 * (size.log2().ceil() + 2).exp2())
     high = ((terms.detach() + large) - large).masked_fill(large == torch.inf, 0.0)
-    return torch.where(impossible, -torch.inf, total(high) + total(terms - high))
+    return total(high) + total(terms - high)

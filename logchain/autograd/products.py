@@ -6,6 +6,7 @@ in the same order.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,14 +27,12 @@ def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
     if inplace and is_plain((stack,)) and not stack.is_meta:
         with kernels.arithmetic_on(stack):
             return _forward(stack, False, inplace=True)
-    result: Tensor = _log_products(stack, False)
-    return result
+    return _log_products(stack, False)
 
 
 def log_prefixes(stack: Tensor) -> Tensor:
     """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
-    result: Tensor = _log_products(stack, True)
-    return result
+    return _log_products(stack, True)
 
 
 class _Products(Saving):
@@ -82,10 +81,6 @@ def _shape(stack: Tensor, prefixes: bool) -> Tensor:
     return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
 
 
-def _gradient_shape(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
-    return stack.new_empty(stack.shape)
-
-
 def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients with respect to grad and stack of `sum(along * gradient)`, where `_Gradient` gives the gradient."""
     if stack.numel() == 0:
@@ -132,7 +127,12 @@ def _no_gradient_at_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, -math.inf)
 
 
-_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape, _Products)
-_log_products_backward = operator(
-    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape, _Gradient
+_log_products: Callable[..., Tensor] = operator(
+    "log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape, _Products
+)
+_log_products_backward: Callable[..., Tensor] = operator(
+    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor",
+    _backward,
+    lambda grad, stack, prefixes: stack.new_empty(stack.shape),
+    _Gradient,
 )

@@ -123,24 +123,28 @@ def first(steps: Steps) -> Message:
 
 def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Iterator[Message]:
     """The forward message of each step; after a sequence's end, its last."""
-    message, scale, error = entering or first(steps)
+    message = entering or first(steps)
     if entering is None:
-        yield Message(message, scale, error)
+        yield message
     for step in range(1 - steps.entered, steps.v):
         # the largest potential is taken out first: a sum is rounded by its own size
         potential, shift = shifted(steps.potential(step))
-        inside = steps.inside(step)
+        inside, values = steps.inside(step), message.values
         # what has ended may be NaN, which must not reach the gradients of matrices
-        after = apply(steps.transition(step), message if inside is None else message.masked_fill(~inside, 0.0))
+        after = apply(steps.transition(step), values if inside is None else values.masked_fill(~inside, 0.0))
         if step == 0 and steps.fresh is not None:
             after = torch.where(steps.fresh, steps.start(), after)
-        after, top = shifted(after + potential)
-        if inside is not None:
-            after = torch.where(inside, after, message)
-            shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
-        message = after
-        scale, error = two_sum(*two_sum(scale, error, shift), top)
-        yield Message(message, scale, error)
+        message = _next(message, after + potential, shift, inside)
+        yield message
+
+
+def _next(last: Message, values: Tensor, shift: Tensor, inside: Tensor | None) -> Message:
+    """The message of `values` times `exp(shift)` and the scale of the last one, which stays where there is no step."""
+    values, top = shifted(values)
+    if inside is not None:
+        values = torch.where(inside, values, last.values)
+        shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
+    return Message(values, *two_sum(*two_sum(last.scale, last.error, shift), top))
 
 
 def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[Message]:
@@ -150,19 +154,14 @@ def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[
 
 def backward_messages(steps: Steps) -> list[Tensor]:
     """The logarithms (g, m, c) of each step's backward message, 0 at and after a sequence's last step."""
-    message = torch.zeros(steps.shape, dtype=torch.float64, device=steps.device)
-    scale = error = message[..., :1]
-    logs = [message]
+    values = torch.zeros(steps.shape, dtype=torch.float64, device=steps.device)
+    message = Message(values, values[..., :1], values[..., :1])
+    logs = [values]
     for step in reversed(range(1, steps.v)):
         potential, shift = shifted(steps.potential(step))
-        before, top = shifted(steps.transition(step).mT.apply(message + potential, LOG))
-        inside = steps.inside(step)
-        if inside is not None:
-            before = torch.where(inside, before, message)
-            shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
-        message = before
-        scale, error = two_sum(*two_sum(scale, error, shift), top)
-        logs.append(message + (error + scale))
+        before = steps.transition(step).mT.apply(message.values + potential, LOG)
+        message = _next(message, before, shift, steps.inside(step))
+        logs.append(message.logs)
     return logs[::-1]
 
 

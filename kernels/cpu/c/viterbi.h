@@ -189,6 +189,19 @@ INLINE void forward_by(Best *b, const int ranked) {
 static void best_forward(Best *b) { forward_by(b, 0); }
 static void ranks_forward(Best *b) { forward_by(b, 1); }
 
+/* The log-weight of a path; -inf without one, and NaN in a sequence that is `lossy`. */
+static void write_weight(const Best *b, int64_t q, int64_t steps, const int64_t *path) {
+    const Chain *a = b->walk.a;
+    Sum total = {0, 0};
+    for (int64_t step = 0; step < steps; step++) {
+        const real *row = step ? matrix_at(&a->bulk, b->walk.set, step) + path[step - 1] * a->bulk.from : p0_at(a, q);
+        double weight = row[path[step] * (step ? a->bulk.to : a->p0.step)];
+        add(&total, a->logarithms ? weight : logarithm(weight));
+        add(&total, x_at(a, q, step)[path[step]]);
+    }
+    a->log_norm[q] = steps ? value_of(total) : a->lossy[q] ? __builtin_nan("") : -__builtin_inf();
+}
+
 /* `given`: a path ends in the state that is its last entry, or in the best one if that is negative. */
 static void best_backward(Best *b, int given) {
     const Walk *w = &b->walk;
@@ -199,11 +212,13 @@ static void best_backward(Best *b, int given) {
         const real *message = best_message(b, 0, place, last);
         int64_t state = given && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
         int possible = !a->lossy[q] && message[state] > -INFINITE;
-        for (int64_t step = end_path(a, q, possible, path) - 1; step >= 0; step--) {
+        int64_t steps = end_path(a, q, possible, path);
+        for (int64_t step = steps - 1; step >= 0; step--) {
             message = best_message(b, 0, place, step);
             if (step < last) state = lowest_best(w->width, message, column_of_logarithms(b, step + 1, state));
             path[step] = state;
         }
+        if (a->log_norm) write_weight(b, q, steps, path);
     }
 }
 
