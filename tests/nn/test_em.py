@@ -171,7 +171,8 @@ def test_missing_features_do_not_count():
     assert (near == layer.means.detach()).all(-1).any(), "an observation, at the mean where it is missing"
 
 
-WISHART = nn.NormalInverseWishart(0.5, 3.0, 1.0, 2.0)
+WISHART = nn.NormalInverseWishart(0.5, 3.0, torch.tensor([1.0, 0.0, -1.0]), 2.0)
+SCALES = {"diag": torch.tensor([0.5, 1.0, 2.0]), "full": torch.eye(3) + 0.5}
 REGRESSION, KINDS = partial(nn.LinearGaussian, 2, 3, 2, "full"), ("spherical", "diag", "full", "tied")
 TRIALS, VOTES = torch.arange(60) % 6, torch.tensor([[1, 0, 2], [3, 0, 0]] * 30)
 # a layer, its prior, data with covariates, and the places of parameters that are not trained
@@ -179,6 +180,10 @@ POSTERIORS = [
     *(
         (partial(nn.Gaussian, 2, 3, kind), prior, [normal(60, 3)], frozen)
         for kind, prior, frozen in product(KINDS, (None, WISHART), ([], [0], [1]))
+    ),
+    *(
+        (partial(nn.Gaussian, 2, 3, kind), nn.NormalInverseWishart(scale, 3.0, 1.0, 2.0), [normal(60, 3)], [])
+        for kind, scale in SCALES.items()
     ),
     *((REGRESSION, None, [normal(60, 2), normal(60, 3)], frozen) for frozen in ([1], [0, 1])),
     (partial(nn.Poisson, 2), nn.Gamma(3.0, 2.0), [TRIALS], []),
