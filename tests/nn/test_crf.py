@@ -1,4 +1,4 @@
-"""Conditional random fields of tags and of segments equal sums over all segmentations, and pytorch-crf."""
+"""Conditional random fields of tags and of segments equal sums over all segmentations; of tags, pytorch-crf."""
 
 import copy
 import itertools
@@ -239,20 +239,6 @@ def test_no_sequences_and_empty_sequences():
     assert out == 0 and all((gradient == 0).all() for gradient in gradients(crf, emissions, out))
 
 
-def test_half_precision_is_computed_in_float32():
-    crf = layer(dtype=F32)
-    emissions, tags, mask = batch(dtype=torch.float16)
-    exact = emissions.float().requires_grad_()
-    out, expected = crf(emissions.requires_grad_(), tags, mask, "none"), crf(exact, tags, mask, "none")
-    assert out.dtype == F32 and torch.equal(out, expected)
-    for mine, theirs in zip(gradients(crf, emissions, out), gradients(crf, exact, expected), strict=True):
-        torch.testing.assert_close(mine.float(), theirs, rtol=torch.finfo(torch.float16).eps, atol=0)
-    assert crf.marginals(emissions, mask).dtype == F32
-    assert crf.decode(emissions, mask) == crf.decode(exact, mask)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(crf(emissions, tags, mask, "none"), out)
-
-
 def by_vmap(crf):
     return torch.func.vmap(lambda *one: crf(*(part[None] for part in one)))
 
@@ -280,23 +266,20 @@ def test_masks_with_holes_compile_as_one_graph_and_vmap():
     torch.testing.assert_close(by_vmap(crf)(emissions, tags, HOLES), crf(emissions, tags, HOLES, "none"))
 
 
-class Methods(torch.nn.Module):
+class Methods(LinearChainCRF):
     """All methods of the layer as one function."""
 
-    def __init__(self):
-        super().__init__()
-        self.crf = layer()
-
     def forward(self, emissions, tags, mask):
-        methods = self.crf.viterbi, self.crf.marginals, self.crf.log_partition
-        return self.crf(emissions, tags, mask), *(method(emissions, mask) for method in methods)
+        methods = self.viterbi, self.marginals, self.log_partition
+        return super().forward(emissions, tags, mask), *(method(emissions, mask) for method in methods)
 
 
 def test_export_serves_any_number_of_sentences_and_words():
     axes = {0: torch.export.Dim("n", min=2, max=64), 1: torch.export.Dim("v", min=3, max=512)}
-    exported = torch.export.export(Methods(), batch(4, 6), dynamic_shapes=(axes,) * 3).module()
+    methods = Methods(4, batch_first=True).double()
+    exported = torch.export.export(methods, batch(4, 6), dynamic_shapes=(axes,) * 3).module()
     for example in (batch(4, 6), batch(7, 11)):
-        torch.testing.assert_close(exported(*example), Methods()(*example), rtol=0, atol=1e-13)
+        torch.testing.assert_close(exported(*example), methods(*example), rtol=0, atol=1e-13)
 
 
 @pytest.mark.gpu
@@ -521,3 +504,20 @@ def test_bilou_is_bioes_with_other_letters():
         message = f"tags: expected 'O' or B, I with a type, .* got '{tag}'; pass the scheme"
         with pytest.raises(ValueError, match=message):
             bio_constraints(["O", tag])
+
+
+def test_change_of_tag_begins_a_segment_without_begins():
+    crf, (emissions, _, _) = layer(3, longest=3), batch(1, 5, 3)
+    tags, begins = torch.tensor([[0, 0, 2, 2, 1]]), torch.tensor([[True, False, True, False, True]])
+    assert crf(emissions, tags) == crf(emissions, tags, begins=begins) == crf(emissions, tags, begins=begins & False)
+    begins[0, 3] = True
+    assert crf(emissions, tags, begins=begins) != crf(emissions, tags)
+
+
+def test_segment_that_is_too_long_is_refused_or_impossible_where_values_are_not_read():
+    crf, (emissions, _, _), tags = layer(3, longest=3), batch(2, 5, 3), torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="tags: expected segments of at most 3 steps, got one of 5; pass a larger"):
+        crf(emissions, tags)
+    assert crf(emissions, tags, (torch.arange(5) < 3).expand(2, -1)).isfinite()
+    with torch.no_grad():
+        assert (torch.compile(crf, backend="eager")(emissions, tags, reduction="none") == -INF).all()

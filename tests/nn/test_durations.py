@@ -162,31 +162,20 @@ def test_module_may_return_durations_that_follow_covariates():
 
 
 @CENSORED
-def test_packed_sequences_filter_and_forecast(right_censored):
+def test_filtered_states_forecasts_and_known_states(right_censored):
     hmm, data = semi_markov(right_censored=right_censored), categories(5, V)
-    parts = [row[:length] for row, length in zip(data, LENGTHS, strict=True)]
-    options = {"lengths": LENGTHS}
-    close(hmm.log_prob(parts), array(hmm.log_prob(data, **options)))
-    close(torch.cat(hmm.posterior(parts).states), array(torch.cat(padded_rows(hmm.posterior(data, **options).states))))
-    assert torch.equal(torch.cat(hmm.decode(parts).states), torch.cat(padded_rows(hmm.decode(data, **options).states)))
-    filtered = hmm.filter(parts)
-    close(torch.stack([part.sum() for part in filtered.log_likelihoods]), array(hmm.log_prob(data, **options)))
-    close(filtered.states[0][-1], array(hmm.posterior(data).states[0, -1]))
-    forecast = hmm.forecast(data, 2).states
+    posterior, filtered, forecast = hmm.posterior(data), hmm.filter(data, lengths=LENGTHS), hmm.forecast(data, 2).states
+    close(filtered.log_likelihoods.sum(-1), array(hmm.log_prob(data, lengths=LENGTHS)))
+    close(filtered.states[0, -1], array(posterior.states[0, -1]))
     if right_censored:
         observed = (torch.arange(V + 2) < V).expand(5, -1)
         longer = torch.nn.functional.pad(data, (0, 2))
         close(forecast, array(hmm.posterior(longer, observed).states[:, V:]))
     else:  # the last segment ends at the last step
-        structure = hmm.transition().map(torch.exp)
-        close(forecast[:, 0], array(hmm.posterior(data).states[:, -1] @ structure.matrix))
+        close(forecast[:, 0], array(posterior.states[:, -1] @ hmm.transition().map(torch.exp).matrix))
     known = torch.full((5, V), -1)
     known[:, 2] = 1
     close(hmm.posterior(data, states=known).states[:, 2], [[0, 1, 0]] * 5)
-
-
-def padded_rows(values):
-    return [value[:length] for value, length in zip(values, LENGTHS, strict=True)]
 
 
 def test_durations_of_a_family_with_sums_in_float64_have_the_dtype_of_its_parameters():

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -298,54 +298,6 @@ def test_log_weights_start_uniformly_over_the_simplex():
     # uniform over the simplex: the mean is 1/3, the variance 1/18
     torch.testing.assert_close(many.mean(0), torch.full((3,), 1 / 3), atol=3e-3, rtol=0)
     torch.testing.assert_close(many.var(0), torch.full((3,), 1 / 18), atol=1e-3, rtol=0)
-
-
-def test_product_of_families_is_fitted_and_sampled():
-    hmm = nn.HMM(
-        2, nn.Product(nn.Gaussian(2, 2, "full"), nn.Poisson(2), nn.Distribution("Gamma", 2)), generator=seeded()
-    ).double()
-    pair, counts, waits = hmm.emission.families
-    pair.set(torch.tensor([[0.0, 0.0], [4.0, 4.0]]), torch.eye(2))
-    counts.set(torch.tensor([2.0, 9.0]))
-    torch.manual_seed(0)
-    states, data = hmm.sample(5, 40, generator=seeded(1))
-    data[0, :9, 0], data[1, :9, 2], data[2, :9] = torch.nan, torch.nan, torch.nan
-    report = hmm.fit(data, generator=seeded(2), tolerance=-torch.inf, max_iterations=8)
-    assert all(after >= before - 1e-6 for before, after in zip(report.history, report.history[1:], strict=False))
-    agree = (hmm.decode(data).states == states).double().mean()
-    assert max(agree, 1 - agree) > 0.9
-    torch.testing.assert_close(counts.rates.sort().values, torch.tensor([2.0, 9.0], dtype=F64), rtol=0.2, atol=0)
-
-
-class Coins(nn.Emission):
-    """Bernoulli observations, whose probabilities are a part inside."""
-
-    def __init__(self):
-        super().__init__(2)
-        self.weights = nn.LogWeights(2, 2, generator=seeded())
-
-    def reset_parameters(self, generator=None):
-        self.weights.reset_parameters(generator)
-
-    def distribution(self, at=()):
-        return torch.distributions.Bernoulli(self.weights()[:, 0].exp()[at], validate_args=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "data"),
-    [
-        (
-            {"emission": "gaussian", "transition": nn.Durations(3, 5, nn.Binomial(3, 4, generator=seeded(3)))},
-            normal(4, 30),
-        ),
-        ({"emission": Coins()}, normal(4, 30).gt(0).double()),
-    ],
-    ids=["durations", "emission"],
-)
-def test_parts_inside_a_part_are_fitted_by_it_alone(options, data):
-    hmm = nn.HMM(3 if "transition" in options else 2, **options, generator=seeded()).double()
-    values = [nn.em_step(hmm, [lambda: hmm.log_prob(data).sum()]) for _ in range(5)]
-    assert all(after > before - 1e-6 for before, after in pairwise(values))
 
 
 def test_search_for_a_family_of_torch_stays_where_data_are_possible():

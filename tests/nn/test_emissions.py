@@ -16,9 +16,7 @@ ALL = pytest.mark.parametrize("name", FAMILIES)
 
 
 @pytest.mark.parametrize(
-    ("units", "dtype"),
-    [((2,), F64), ((3, 4, 2), F64), ((4, 2), torch.float32), ((4, 2), torch.bfloat16)],
-    ids=str,
+    ("units", "dtype"), [((2,), F64), ((3, 4, 2), F64), ((4, 2), torch.float32), ((4, 2), torch.bfloat16)], ids=str
 )
 @ALL
 def test_density_equals_scipy(name, units, dtype):

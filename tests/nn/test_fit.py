@@ -15,8 +15,6 @@ from tests.nn.hmms import F64, MODELS, V, array, categories, close, network, ran
 from tests.seeded import seeded
 
 COVARIANCES = {"diag": {}} | {kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")}
-
-
 ENDLESS = {"tolerance": -torch.inf}
 
 
@@ -76,6 +74,30 @@ def with_durations(family):
     return semi_markov(family), categories(5, V), {}
 
 
+def product():
+    """A model whose features have different families, and draws from it of which some are missing."""
+    torch.manual_seed(0)
+    hmm = random_hmm(nn.Product(nn.Gaussian(3, 2, "full"), nn.Poisson(3), nn.Distribution("Gamma", 3)))
+    data = hmm.sample(5, 40, generator=seeded(1)).data
+    data[0, :9, 0], data[1, :9, 2], data[2, :9] = torch.nan, torch.nan, torch.nan
+    hmm.initialize(data, generator=seeded(2))
+    return hmm, data, {}
+
+
+class Coins(nn.Emission):
+    """Bernoulli observations, whose probabilities are a part inside."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.weights = nn.LogWeights(3, 2, generator=seeded())
+
+    def reset_parameters(self, generator=None):
+        self.weights.reset_parameters(generator)
+
+    def distribution(self, at=()):
+        return torch.distributions.Bernoulli(self.weights()[:, 0].exp()[at], validate_args=False)
+
+
 FAMILIES = ["free", "poisson", "negative_binomial"]
 TRANSITIONS = ["banded", "sparse", "low rank and diagonal", "monarch"]
 FITTED = {
@@ -84,6 +106,9 @@ FITTED = {
     "forbidding circuit": forbidding_circuit,
     **{f"circuit, {kind}": partial(structured_circuit, kind) for kind in TRANSITIONS},
     **{family: partial(with_durations, family) for family in FAMILIES},
+    "durations of an emission": partial(with_durations, nn.Binomial(3, 3, generator=seeded(3))),
+    "product": product,
+    "emission of a user": lambda: (random_hmm(Coins()), normal("diag", 4, 30).gt(0).double(), {}),
 }
 BY_GRADIENT = ["numbers", "forbidding circuit", "circuit, low rank and diagonal", *FAMILIES]
 
@@ -377,15 +402,21 @@ def test_parameters_that_nobody_set_are_initialized_from_the_data(change):
 
 def test_weights_count_as_repeated_sequences():
     data, weights = categories(6, V), torch.tensor([2, 0, 1, 3, 1, 0])
-    repeated = data.repeat_interleave(weights, 0)
-    for options in ({"batch_size": 4}, {"method": "gradient"}, {"batch_size": 4, "method": "gradient"}):
+    groups = categories(6, 2, V)
+    for rows, given, options in [
+        (data, weights, {"batch_size": 4}),
+        (data, weights, {"method": "gradient"}),
+        (data, weights, {"batch_size": 4, "method": "gradient"}),
+        (groups, weights.tolist(), {}),
+        (groups, weights.numpy(), {}),
+    ]:
         hmms = [random_hmm() for _ in range(2)]
         reports = [
-            hmm.fit(rows, weights=weight, max_iterations=2, restarts=0, generator=seeded(), **options, **ENDLESS)
-            for hmm, rows, weight in zip(hmms, (data, repeated), (weights, None), strict=True)
+            hmm.fit(part, weights=weight, max_iterations=2, restarts=0, generator=seeded(), **options, **ENDLESS)
+            for hmm, part, weight in zip(hmms, (rows, rows.repeat_interleave(weights, 0)), (given, None), strict=True)
         ]
         assert reports[0].history[0] == pytest.approx(reports[1].history[0]) or "method" in options
-        assert reports[0].num_observations == reports[1].num_observations == 7 * V
+        assert reports[0].num_observations == reports[1].num_observations == 7 * rows[0].numel()
         if "method" not in options:
             close(hmms[0].emission.weights(), array(hmms[1].emission.weights()))
     hmm = random_hmm()
@@ -396,14 +427,6 @@ def test_weights_count_as_repeated_sequences():
         hmm.fit(data, weights=torch.ones(2))
     with pytest.raises(ValueError, match="weights: expected finite numbers from 0 on"):
         hmm.fit(data, weights=-weights)
-
-
-def test_weights_of_groups_of_sequences_count_as_repeated_groups():
-    data, weights = categories(3, 2, V), [2.0, 0.0, 1.0]
-    hmms = [random_hmm() for _ in range(3)]
-    for hmm, rows, each in zip(hmms, (data, data, data[[0, 0, 2]]), (weights, np.array(weights), None), strict=True):
-        hmm.fit(rows, weights=each, max_iterations=2, restarts=0, **ENDLESS)
-        close(hmm.emission.weights(), array(hmms[0].emission.weights()))
 
 
 @pytest.mark.parametrize("observed", [False, True])
