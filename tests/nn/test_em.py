@@ -69,13 +69,12 @@ def test_step_reaches_the_maximum(name):
     step(model, data, observed)
     expected = (flow * layer(data, observed)).sum()
     assert_stationary(expected, layer)
-    for parameter in layer.parameters():
-        noise = torch.randn(parameter.shape, generator=seeded(5), dtype=F64)
-        for size in (1e-2, -1e-2):
-            with torch.no_grad():
-                parameter += size * noise
-                assert (flow * layer(data, observed)).sum() < expected
-                parameter -= size * noise
+    with torch.no_grad():
+        for parameter, size in product(layer.parameters(), (1e-2, -1e-2)):
+            noise = size * torch.randn(parameter.shape, generator=seeded(5), dtype=F64)
+            parameter += noise
+            assert (flow * layer(data, observed)).sum() < expected
+            parameter -= noise
     torch.testing.assert_close(model.shares().exp().detach(), flow[:, 0].mean(0))
     if name == "gaussian-spherical":
         assert torch.equal(layer.variances, layer.variances[..., :1].expand_as(layer.variances))
