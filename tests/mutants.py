@@ -456,7 +456,7 @@ MUTANTS = [
            "tests/nn/test_hmm.py -k 'sums_over_paths and per'"),
     Mutant("first rows of packed covariates count", "logchain/nn/hmm_steps.py",
            "return fill(covariates, inner.to(covariates.device))", "return covariates",
-           "tests/nn/test_hmm.py -k first_covariate"),
+           "tests/nn/test_hmm.py -k 'lists_and and covariates'"),
     Mutant("known states exclude themselves", "logchain/nn/hmm_steps.py", "x.masked_fill(others & (states",
            "x.masked_fill(~others & (states", "tests/nn/test_hmm.py -k known_states"),
     Mutant("log-likelihoods of steps add up the past", "logchain/nn/hmm.py",
