@@ -55,11 +55,7 @@ def test_a_broadcast_operand_is_never_expanded():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sizes", "messages"),
-    [
-        ("segments:16:20", (1, 80_001, 16), 2),
-        ("segments:4", (4, 20_000, 32), 2),
-    ],
+    ("strategy", "sizes", "messages"), [("segments:16:20", (1, 80_001, 16), 2), ("segments:4", (4, 20_000, 32), 2)]
 )
 def test_schedules_take_two_messages(strategy, sizes, messages):
     c = sizes[-1]

@@ -16,10 +16,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 FUNCTIONS = {name: lambda *o, call=call, **k: tuple(call(*o, **k).values()) for name, call in OTHERS.items()}
 del FUNCTIONS["stream"]
-FUNCTIONS |= {
-    "product": logchain.product,
-    "sample": lambda *o, **k: logchain.sample(*o, 5, **k),
-}
+FUNCTIONS |= {"product": logchain.product, "sample": lambda *o, **k: logchain.sample(*o, 5, **k)}
 # what a structure answers too
 OF_STRUCTURES = [name for name in FUNCTIONS if name not in ("divergence", "total")]
 

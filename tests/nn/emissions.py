@@ -9,17 +9,7 @@ import scipy.special
 import scipy.stats
 import torch
 
-from logchain.nn import (
-    Bernoulli,
-    Binomial,
-    Categorical,
-    Distribution,
-    Gaussian,
-    Mixture,
-    Multinomial,
-    Poisson,
-    Product,
-)
+from logchain.nn import Bernoulli, Binomial, Categorical, Distribution, Gaussian, Mixture, Multinomial, Poisson, Product
 from logchain.nn.parameters import arithmetic
 from tests.seeded import seeded
 

@@ -10,7 +10,7 @@ import torch
 from torch import ones
 
 from logchain import transitions as structures
-from logchain.nn import HMM, Categorical, Gaussian, Poisson, Transitions
+from logchain.nn import HMM, Categorical, Durations, Gaussian, Poisson, Transitions
 from tests import oracle
 from tests.adapted import normal
 from tests.nn.emissions import array
@@ -96,6 +96,13 @@ class Model(NamedTuple):
 def softmax_of(hmm, covariates):
     into = covariates[:, 1:] if covariates.shape[1] > 1 else covariates  # the first row drives no transition
     return scipy.special.softmax(array(hmm.transition(into)), -1)
+
+
+def semi_markov(family="free", num_states=C, longest=4, seed=0, **options):
+    """A model whose states last up to `longest` steps."""
+    transition = Durations(num_states, longest, family, generator=seeded(seed), **options)
+    emission = Categorical(num_states, 4, generator=seeded(seed + 2))
+    return HMM(num_states, emission, transition=transition, generator=seeded(seed + 1)).double()
 
 
 ARCS = torch.tensor([[0, 3, 0, 1, 2, 3, 3], [2, 3, 0, 2, 1, 0, 1]])

@@ -19,17 +19,22 @@ def lengths_of_segments(v: int, longest: int, censored: bool) -> Iterator[tuple[
             yield from ((first, *rest) for rest in lengths_of_segments(v - first, longest, censored))
 
 
-def log_weights(x, p0, matrix, durations, censored=False) -> dict[tuple[Segment, ...], float]:
-    """The log-weight of each segmentation, for logarithms x [v, c], p0 [c], matrix [c, c] and durations [c, D]."""
-    v, c = x.shape
-    weights = {}
-    for lengths in lengths_of_segments(v, durations.shape[1], censored):
+def every(v: int, c: int, longest: int, censored: bool) -> Iterator[tuple[Segment, ...]]:
+    for lengths in lengths_of_segments(v, longest, censored):
         firsts = [0, *itertools.accumulate(lengths[:-1])]
         for states in itertools.product(range(c), repeat=len(lengths)):
-            terms = [p0[states[0]], *(matrix[pair] for pair in itertools.pairwise(states))]
-            for state, first, d in zip(states, firsts, lengths, strict=True):
-                terms += [durations[state, d - 1], *x[first : first + d, state]]
-            weights[tuple(zip(states, firsts, lengths, strict=True))] = sum(terms)
+            yield tuple(zip(states, firsts, lengths, strict=True))
+
+
+def log_weights(x, p0, matrix, durations, censored=False) -> dict[tuple[Segment, ...], float]:
+    """The log-weight of each segmentation, for logarithms x [v, c], p0 [c], matrix [c, c] and durations [c, D]."""
+    weights = {}
+    for segments in every(*x.shape, durations.shape[1], censored):
+        states = [state for state, _, _ in segments]
+        terms = [p0[states[0]], *(matrix[pair] for pair in itertools.pairwise(states))]
+        for state, first, d in segments:
+            terms += [durations[state, d - 1], *x[first : first + d, state]]
+        weights[segments] = sum(terms)
     return weights
 
 

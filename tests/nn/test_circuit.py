@@ -8,9 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.special import softmax
 
-from logchain import nn, reference
+from logchain import nn
 from logchain.memory import peak_bytes
 from tests.contract import assert_values, of_steps, ulp, value_bound
 from tests.nn.hmms import dense, trained
@@ -48,19 +47,19 @@ def weights_of(circuit):
     return parts
 
 
-def table_of(circuit, best=False):
-    """The probability of every value, an axis of K for each variable, or the largest term over hidden units."""
+def terms_of(circuit):
+    """The probability of every value, an axis of K for each variable, with each repetition and path of states."""
     w = weights_of(circuit)
     inputs, p0, mixing = w["emission.weights"], w["initial"], w["mixing"]
-    t, v, k, c = inputs.shape
+    t, v, _, c = inputs.shape
     bulk = np.broadcast_to(w["transition"] if "transition" in w else dense(circuit.transition), (t, v - 1, c, c))
-    table = np.zeros((k,) * v)
-    for r, *path in itertools.product(range(t), *[range(c)] * v):
+    terms = {}
+    for hidden in itertools.product(range(t), *[range(c)] * v):
+        r, *path = hidden
         weight = mixing[r] * p0[r, path[0]]
         weight *= math.prod(bulk[r, i, path[i], path[i + 1]] for i in range(v - 1))
-        term = weight * outer([inputs[r, i, :, path[i]] for i in range(v)])
-        table = np.maximum(table, term) if best else table + term
-    return table
+        terms[hidden] = weight * outer([inputs[r, i, :, path[i]] for i in range(v)])
+    return terms
 
 
 def outer(tables):
@@ -84,49 +83,39 @@ def some_observed(n, v, seed=1):
 
 
 @pytest.mark.parametrize(("v", "c", "t", "structure", "lead"), SIZES)
-def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c, t, structure, lead):
+def test_probabilities_posteriors_and_explanations_equal_the_enumeration(v, c, t, structure, lead):
     transition = trained(structure, seeded(1), lead=lead) if structure else None
     circuit, data = make(v, c, t, transition=transition), all_values(v)
     single = circuit.log_prob(data).detach()
     assert single.dtype == torch.float32
     circuit = circuit.double()
-    table, observed = table_of(circuit), some_observed(len(data), v)
+    terms, observed = terms_of(circuit), some_observed(len(data), v)
+    table, best = sum(terms.values()), np.maximum.reduce(list(terms.values()))
     np.testing.assert_allclose(single, np.log(table).ravel(), rtol=1e-6, atol=2e-6)
     every = circuit.log_prob(data).detach()
     np.testing.assert_allclose(every, np.log(table).ravel(), rtol=1e-13, atol=1e-13)
     assert abs(every.exp().sum().item() - 1) < 1e-13
     log_prob, conditionals = circuit.log_prob(data, observed), circuit.conditionals(data, observed)
+    posterior = circuit.posterior(data, observed).states
     for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
         joint = where_observed(table, row, seen)
         np.testing.assert_allclose(log_prob[i].item(), np.log(joint.sum()), atol=1e-12)
         for variable in range(v):
             others = tuple(axis for axis in range(v) if axis != variable)
             np.testing.assert_allclose(conditionals[i, variable], joint.sum(others) / joint.sum(), atol=1e-12)
+        states = np.zeros((t, v, c))
+        for (r, *path), term in terms.items():
+            states[r, range(v), path] += where_observed(term, row, seen).sum() / joint.sum()
+        np.testing.assert_allclose(posterior[i].detach(), states, atol=1e-12)
     if structure and "rank" in structure:  # whose entries are sums
         return
-    best, explained = table_of(circuit, best=True), circuit.decode(data, observed)
+    explained = circuit.decode(data, observed)
     assert (explained.data == data)[observed].all() and explained.data.dtype == data.dtype
     for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
         most = where_observed(best, row, seen).max()
         np.testing.assert_allclose(np.exp(explained.score[i].item()), most, rtol=1e-12)
-        np.testing.assert_allclose(best[tuple(explained.data[i])], most, rtol=1e-12)
-
-
-def test_posteriors_and_best_states_equal_the_reference():
-    circuit = make(12, 5, 3, emission=nn.Categorical((3, 12, 5), 4, generator=seeded(9)))
-    data = torch.randint(4, (20, 12), generator=seeded(1))
-    w = weights_of(circuit)
-    # a look-up by numpy for every repetition (n, t, v, c)
-    x = np.log(w["emission.weights"])[np.arange(3)[:, None], np.arange(12), data.numpy()[:, None]]
-    chains = x, w["transition"][None], w["initial"][None]
-    truth, paths = reference.marginals(*chains), reference.viterbi(*chains)
-    joint = np.log(w["mixing"]) + truth.log_norm
-    shares = softmax(joint, -1)[..., None, None] * truth.states
-    np.testing.assert_allclose(circuit.posterior(data).states, shares, atol=1e-5)
-    scores, found = np.log(w["mixing"]) + paths.score, circuit.decode(data)
-    best = scores.argmax(-1)
-    np.testing.assert_array_equal(found.repetition, best)
-    np.testing.assert_array_equal(found.states, paths.states[np.arange(20), best])
+        hidden = explained.repetition[i].item(), *explained.states[i].tolist()
+        np.testing.assert_allclose(terms[hidden][tuple(explained.data[i])], most, rtol=1e-12)
 
 
 def test_missing_variables_are_imputed_by_expectations():
@@ -228,7 +217,7 @@ def test_draws_have_the_frequencies_of_the_table(structure, missing):
         assert torch.equal(drawn, circuit.sample(2 * n, seeded(3)).data.view(n, 2, 3))
     assert drawn.shape == (n, 2, 3) and drawn.dtype == torch.int64
     for i in range(2):
-        joint = where_observed(table_of(circuit), data[i].numpy(), observed[i].numpy() & missing)
+        joint = where_observed(sum(terms_of(circuit).values()), data[i].numpy(), observed[i].numpy() & missing)
         table, counts = joint / joint.sum(), np.zeros(joint.shape)
         np.add.at(counts, tuple(drawn[:, i].numpy().T), 1)
         # within four standard deviations of every cell, and nothing where the table is 0

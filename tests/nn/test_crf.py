@@ -1,15 +1,17 @@
-"""The conditional random field equals sums over all tags, wherever a mask is off, and pytorch-crf."""
+"""Conditional random fields of tags and of segments equal sums over all segmentations; of tags, pytorch-crf."""
 
 import copy
 import itertools
-import math
 
+import numpy as np
 import pytest
 import torch
 
 from logchain.nn import LinearChainCRF, SemiMarkovCRF, bio_constraints
 from tests.contract import of_steps, ulp
 from tests.kernels.gpu.steps import waiting_raises
+from tests.nn import segmentations
+from tests.nn.hmms import array, close
 from tests.seeded import seeded
 
 F32, F64 = torch.float32, torch.float64
@@ -19,10 +21,16 @@ REDUCTIONS = ["none", "sum", "mean", "token_mean"]
 HOLES = torch.tensor(
     [[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool
 )
+# a linear chain, and a semi-Markov field of segments of at most three steps
+KINDS = pytest.mark.parametrize("longest", [None, 3], ids=["linear", "segments"])
+STEPS_FIRST = pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
 
 
-def layer(num_tags=4, dtype=F64, batch_first=True, strict_mask=False):
-    crf = LinearChainCRF(num_tags, batch_first=batch_first, strict_mask=strict_mask).to(dtype)
+def layer(num_tags=4, dtype=F64, longest=None, **options):
+    """A linear chain or, with the number of steps of the longest segment, a semi-Markov field."""
+    options = {"batch_first": True, "strict_mask": False} | options
+    crf = LinearChainCRF(num_tags, **options) if longest is None else SemiMarkovCRF(num_tags, longest, **options)
+    crf = crf.to(dtype)
     with torch.no_grad():
         for seed, parameter in enumerate(crf.parameters()):
             parameter.copy_(torch.randn(parameter.shape, generator=seeded(seed), dtype=F64))
@@ -47,22 +55,17 @@ def gradients(crf, emissions, out):
     return torch.autograd.grad(out.sum(), [emissions, *crf.parameters()])
 
 
-def all_weights(crf, emissions, inside):
-    """Every tagging of what one mask leaves, with its log-weight: start, transitions, emissions and end, added up."""
-    start, end, transitions = (t.tolist() for t in (crf.start_transitions, crf.end_transitions, crf.transitions))
-    rows = emissions[inside].tolist()
-    weights = {}
-    for path in itertools.product(range(crf.num_tags), repeat=len(rows)):
-        terms = [row[tag] for row, tag in zip(rows, path, strict=True)]
-        terms += [transitions[a][b] for a, b in itertools.pairwise(path)]
-        terms += [start[path[0]], end[path[-1]]] if path else []
-        weights[path] = math.fsum(terms) if -INF not in terms else -INF
-    return weights
+def all_weights(crf, emissions):
+    """The log-weight of each segmentation of emissions (v, c); segments of a linear chain take one step."""
+    if not len(emissions):
+        return {(): 0.0}
+    x, durations = array(emissions).copy(), getattr(crf, "durations", torch.zeros(crf.num_tags, 1))
+    x[-1] += array(crf.end_transitions)
+    return segmentations.log_weights(x, *map(array, (crf.start_transitions, crf.transitions, durations)))
 
 
-def log_sum(values):
-    top = max(values)
-    return top + math.log(math.fsum(math.exp(value - top) for value in values)) if top > -INF else -INF
+def tags_of(segments):
+    return list(segmentations.steps_of(segments, HOLES.shape[1]))
 
 
 # numbers of tags, what counts, and options of the layer
@@ -74,72 +77,123 @@ CASES = {
     "one variable": (4, torch.ones(3, 1, dtype=torch.bool), {"batch_first": False}),
     "one tag": (1, HOLES[:3], {}),
     "forbidden": (3, HOLES, {}),
+    "segments": (3, HOLES, {"longest": 3}),
+    "segments, steps first": (3, HOLES, {"longest": 3, "batch_first": False}),
+    "segments, strict": (3, HOLES[[0, 4]], {"longest": 5, "strict_mask": True}),
+    "segments, forbidden": (3, HOLES, {"longest": 3}),
+    "segments of one step": (3, HOLES, {"longest": 1}),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def enumerated(request):
-    """A layer, emissions and tags that are poisoned where masked, a mask, and every path of each sequence."""
+    """A layer, emissions that are poisoned where masked, a mask, and every segmentation of each sequence."""
     num_tags, mask, options = CASES[request.param]
-    crf, (emissions, tags, _) = layer(num_tags, **options), batch(*mask.shape, num_tags)
-    if request.param == "forbidden":
+    crf, (emissions, _, _) = layer(num_tags, **options), batch(*mask.shape, num_tags)
+    if "forbidden" in request.param:
         with torch.no_grad():
-            crf.transitions[2, 0] = crf.start_transitions[1] = crf.end_transitions[2] = -INF
-            emissions[0, 1, 0] = -INF
-        tags[0] = torch.tensor([0, 1, 1, 0])
-        tags[1] = torch.tensor([1, 2, 0, 1])  # takes the forbidden transition
-    emissions, tags = emissions.masked_fill(~mask[..., None], NAN), tags.masked_fill(~mask, -100)
-    return crf, emissions, tags, mask, [all_weights(crf, *pair) for pair in zip(emissions, mask, strict=True)]
+            crf.transitions[2, 0] = crf.start_transitions[1] = crf.end_transitions[2] = emissions[0, 1, 0] = -INF
+            if "longest" in options:
+                crf.transitions.fill_diagonal_(-INF)
+                crf.durations[1, 0] = -INF
+    weights = [all_weights(crf, row[inside]) for row, inside in zip(emissions, mask, strict=True)]
+    return crf, emissions.masked_fill(~mask[..., None], NAN), mask, weights
 
 
-def test_likelihood_partition_and_marginals_equal_the_enumeration(enumerated):
-    crf, emissions, tags, mask, weights = enumerated
-    leaf = emissions.clone().requires_grad_()
-    inputs = turned(crf, leaf, tags, mask)
-    norms, chosen, marginals = [], [], torch.zeros_like(emissions)
-    for i, of_one in enumerate(weights):
-        steps, norm = mask[i].nonzero()[:, 0].tolist(), log_sum(of_one.values())
-        norms.append(norm)
-        chosen.append(of_one[tuple(tags[i, steps].tolist())])
-        for path, weight in of_one.items():
-            marginals[i, steps, path] += math.exp(weight - norm)
-    norms, chosen = torch.tensor(norms, dtype=F64), torch.tensor(chosen, dtype=F64)
-    out, total = crf(*inputs, reduction="none"), (chosen - norms).sum()
-    torch.testing.assert_close(out, chosen - norms, rtol=0, atol=1e-13)
-    torch.testing.assert_close(crf(*inputs, reduction="token_mean"), total / mask.sum(), rtol=0, atol=1e-13)
-    torch.testing.assert_close(crf(*inputs, reduction="mean"), total / len(mask), rtol=0, atol=1e-13)
-    torch.testing.assert_close(crf.log_partition(inputs[0], inputs[2]), norms, rtol=0, atol=1e-13)
-    found = crf.marginals(inputs[0], inputs[2])
-    torch.testing.assert_close(*turned(crf, marginals), found, rtol=0, atol=1e-13)
-    assert (found[~inputs[2]] == 0).all()
-    # masked and forbidden values have gradient zero
-    for gradient, values in zip(gradients(crf, leaf, out), (emissions, *crf.parameters()), strict=True):
-        assert gradient.isfinite().all() and (gradient[~values.isfinite()] == 0).all()
+def test_likelihoods_equal_the_enumeration(enumerated):
+    """Of all segmentations of each sequence, as a batch."""
+    crf, emissions, mask, weights = enumerated
+    for row, inside, table in zip(emissions, mask, weights, strict=True):
+        n, steps = len(table), inside.nonzero()[:, 0]
+        tags, begins = torch.full((n, len(row)), -100), torch.rand(n, len(row), generator=seeded()) < 0.5
+        for i, segments in enumerate(table):
+            tags[i, steps] = torch.tensor(tags_of(segments)[: len(steps)], dtype=torch.int64)
+            begins[i, steps] = False
+            begins[i, steps[[first for _, first, _ in segments]]] = True
+        options = {"begins": turned(crf, begins)[0]} if isinstance(crf, SemiMarkovCRF) else {}
+        values = row.expand(n, -1, -1)
+        leaf = values.clone().requires_grad_()
+        inputs = turned(crf, leaf, tags, inside.expand(n, -1))
+        out, total = crf(*inputs, "none", **options), crf(*inputs, **options)
+        close(out, np.array(list(table.values())) - segmentations.log_sum(table), 1e-13)
+        assert total == out.sum()
+        close(crf(*inputs, "mean", **options), array(total / n), 1e-13)
+        close(crf(*inputs, "token_mean", **options), array(total / (n * max(len(steps), 1))), 1e-13)
+        # masked and forbidden values have gradient zero
+        for gradient, operand in zip(gradients(crf, leaf, out), (values, *crf.parameters()), strict=True):
+            assert gradient.isfinite().all() and (gradient[~operand.isfinite()] == 0).all()
+
+
+def test_partitions_and_marginals_equal_the_enumeration(enumerated):
+    crf, emissions, mask, weights = enumerated
+    inputs, (c, longest) = turned(crf, emissions, mask), getattr(crf, "durations", crf.transitions[:, :1]).shape
+    close(crf.log_partition(*inputs), [segmentations.log_sum(table) for table in weights], 1e-13)
+    found = [crf.marginals(*inputs)] + ([crf.segment_marginals(*inputs)] if isinstance(crf, SemiMarkovCRF) else [])
+    assert all((marginals[~inputs[1]] == 0).all() for marginals in found)
+    found = turned(crf, *found)
+    for row, (inside, table) in enumerate(zip(mask, weights, strict=True)):
+        begins = segmentations.posterior(table, int(inside.sum()), c, longest)
+        for marginals, expected in zip(found, (segmentations.of_states(begins), begins), strict=False):
+            close(marginals[row, inside], expected, 1e-13)
 
 
 def test_best_tags_equal_the_enumeration(enumerated):
-    crf, emissions, _, unmasked, weights = enumerated
-    emissions, mask = turned(crf, emissions, unmasked)
-    possible = [[pair for pair in of_one.items() if pair[1] > -INF] for of_one in weights]
-    ordered = [sorted(pairs, key=lambda pair: -pair[1]) for pairs in possible]
-    best = [list(pairs[0][0]) for pairs in ordered]
-    assert crf.decode(emissions, mask) == best
-    states, scores = crf.viterbi(emissions, mask)
-    assert states.shape == mask.shape and (states[~mask] == -1).all()
-    rows = states if crf.batch_first else states.T
-    assert [row[inside].tolist() for row, inside in zip(rows, unmasked, strict=True)] == best
-    torch.testing.assert_close(scores, torch.tensor([pairs[0][1] for pairs in ordered], dtype=F64))
-    tags, scores = crf.topk(emissions, 4, mask)
+    crf, emissions, mask, weights = enumerated
+    inputs = turned(crf, emissions, mask)
+    possible = [{segments: weight for segments, weight in table.items() if weight > -INF} for table in weights]
+    ordered = [sorted(table.items(), key=lambda pair: -pair[1]) for table in possible]
+    best = [tags_of(pairs[0][0]) for pairs in ordered]
+    assert crf.decode(*inputs) == best
+    if isinstance(crf, SemiMarkovCRF):
+        assert crf.decode_segments(*inputs) == [list(pairs[0][0]) for pairs in ordered]
+    states, scores = crf.viterbi(*inputs)
+    assert states.shape == inputs[1].shape and (states[~inputs[1]] == -1).all()
+    assert [row[inside].tolist() for row, inside in zip(*turned(crf, states), mask, strict=True)] == best
+    close(scores, [pairs[0][1] for pairs in ordered])
+    tags, scores = crf.topk(inputs[0], 4, inputs[1])
     for found, weight, pairs in zip(tags, scores.tolist(), ordered, strict=True):
         there = len(pairs[:4])
-        assert found[:there] == [list(path) for path, _ in pairs[:4]]
+        assert found[:there] == [tags_of(segments) for segments, _ in pairs[:4]]
         assert weight[:there] == pytest.approx([w for _, w in pairs[:4]], abs=1e-13)
         assert weight[there:] == [-INF] * (4 - there)
         assert all(set(path) <= {-1} and len(path) == len(found[0]) for path in found[there:])
 
 
+def agrees(segments, tags, begins):
+    """Whether segments have these tags, and begin where known neighbors differ and where `begins` is."""
+    steps, firsts = segmentations.steps_of(segments, len(tags)), {first for _, first, _ in segments}
+    for i, tag in enumerate(tags):
+        if tag not in (-1, steps[i]) or (i and begins[i] and i not in firsts):
+            return False
+        if i and -1 not in (tag, tags[i - 1]) and not begins[i] and (i in firsts) != (tag != tags[i - 1]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_unknown_tags_give_the_sum_over_segmentations_that_agree(enumerated, seed):
+    crf, emissions, mask, weights = enumerated
+    tags, begins = torch.randint(-1, crf.num_tags, mask.shape, generator=seeded(seed)), mask & False
+    begins[:, -1] = seed % 2 == 1
+    tags[0, :2] = -1
+    tags[0, 2:] = 0 if crf.num_tags == 1 else 1
+    leaf = emissions.clone().requires_grad_()
+    inputs, options = turned(crf, leaf, tags, mask), {"partial": True}
+    if isinstance(crf, SemiMarkovCRF):
+        options["begins"] = turned(crf, begins)[0]
+    else:  # each step is a segment
+        begins |= True
+    result = crf(*inputs, "none", **options)
+    for row, (inside, table) in enumerate(zip(mask, weights, strict=True)):
+        known, starts = tags[row, inside].tolist(), begins[row, inside].tolist()
+        agreeing = {one: weight for one, weight in table.items() if weight > -INF and agrees(one, known, starts)}
+        close(result[row], segmentations.log_sum(agreeing) - segmentations.log_sum(table) if agreeing else -INF, 1e-13)
+    assert all(gradient.isfinite().all() for gradient in gradients(crf, leaf, result))
+    assert torch.equal(result, crf(*inputs, "none", **options | {"partial": False}))  # where values are read
+
+
 def test_draws_have_the_marginals(enumerated):
-    crf, emissions, _, unmasked, _ = enumerated
+    crf, emissions, unmasked, _ = enumerated
     emissions, mask = turned(crf, emissions, unmasked)
     draws = 4000
     drawn = crf.sample(emissions, draws, mask, generator=seeded())
@@ -149,13 +203,25 @@ def test_draws_have_the_marginals(enumerated):
     assert (frequencies - crf.marginals(emissions, mask)).abs().max() < 5 * 0.5 / draws**0.5
 
 
-def test_sequence_without_a_path_has_probability_zero():
-    crf, (emissions, tags, _) = layer(3), batch(2, 4, 3)
+@KINDS
+def test_sequence_without_a_path_has_probability_zero(longest):
+    crf, (emissions, tags, _) = layer(3, longest=longest), batch(2, 4, 3)
     emissions[0, 1] = -INF
     out = crf(emissions.requires_grad_(), tags, reduction="none")
     assert out[0] == crf.log_partition(emissions)[0] == -INF and out[1].isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients(crf, emissions, out))
     assert crf.decode(emissions)[0] == [-1] * 4
+    assert longest is None or [len(segments) > 0 for segments in crf.decode_segments(emissions)] == [False, True]
+
+
+@KINDS
+def test_first_and_second_derivatives_equal_finite_differences(longest):
+    crf, (emissions, tags, _) = layer(2, longest=longest), batch(3, 3, 2)
+    leaves = emissions.requires_grad_(), *crf.parameters()
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda *_: crf(emissions, tags, HOLES[1:4, :3], "none"), leaves)
+    if longest:
+        assert torch.autograd.gradcheck(lambda *_: crf.segment_marginals(emissions, HOLES[1:4, :3]), leaves)
 
 
 def test_no_sequences_and_empty_sequences():
@@ -173,74 +239,47 @@ def test_no_sequences_and_empty_sequences():
     assert out == 0 and all((gradient == 0).all() for gradient in gradients(crf, emissions, out))
 
 
-def test_half_precision_is_computed_in_float32():
-    crf = layer(dtype=F32)
-    emissions, tags, mask = batch(dtype=torch.float16)
-    exact = emissions.float().requires_grad_()
-    out, expected = crf(emissions.requires_grad_(), tags, mask, "none"), crf(exact, tags, mask, "none")
-    assert out.dtype == F32 and torch.equal(out, expected)
-    for mine, theirs in zip(gradients(crf, emissions, out), gradients(crf, exact, expected), strict=True):
-        torch.testing.assert_close(mine.float(), theirs, rtol=torch.finfo(torch.float16).eps, atol=0)
-    assert crf.marginals(emissions, mask).dtype == F32
-    assert crf.decode(emissions, mask) == crf.decode(exact, mask)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(crf(emissions, tags, mask, "none"), out)
+def by_vmap(crf):
+    return torch.func.vmap(lambda *one: crf(*(part[None] for part in one)))
 
 
 def test_first_step_off_is_refused_where_masks_are_traced():
     torch.compiler.reset()
-    crf = layer(strict_mask=True)
-    emissions, tags, mask = batch(6, 4)
-    calls = [
-        torch.compile(crf, backend="eager", fullgraph=True),
-        torch.export.export(crf, (emissions, tags, mask)).module(),
-        torch.func.vmap(lambda *one: crf(*(part[None] for part in one))),
-    ]
-    for call in calls:
-        torch.testing.assert_close(call(emissions, tags, mask).sum(), crf(emissions, tags, mask))
+    crf, inputs = layer(strict_mask=True), batch(6, 4)
+    exported = torch.export.export(crf, inputs).module()
+    for call in (torch.compile(crf, backend="eager", fullgraph=True), exported, by_vmap(crf)):
+        torch.testing.assert_close(call(*inputs).sum(), crf(*inputs))
         with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 0 to"):
-            call(emissions, tags, ~mask)
+            call(*inputs[:2], ~inputs[2])
 
 
 def test_masks_with_holes_compile_as_one_graph_and_vmap():
     crf, (emissions, tags, _) = layer(), batch(6, 4)
-    leaf = emissions.requires_grad_()
+    leaf, unknown = emissions.requires_grad_(), tags.masked_fill(torch.arange(4) == 1, -1)
     compiled = torch.compile(crf, fullgraph=True, backend="aot_eager")
-    out, expected = compiled(leaf, tags, HOLES, "none"), crf(leaf, tags, HOLES, "none")
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    for found, truth in zip(gradients(crf, leaf, out), gradients(crf, leaf, expected), strict=True):
-        torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
-    unknown = tags.masked_fill(torch.arange(4) == 1, -1)
-    partial = compiled(leaf, unknown, HOLES, "none", partial=True)
-    torch.testing.assert_close(partial, crf(leaf, unknown, HOLES, "none"))
-    by_vmap = torch.func.vmap(lambda *one: crf(*(tensor[None] for tensor in one)))
-    torch.testing.assert_close(by_vmap(emissions, tags, HOLES), expected)
+    for partial, known in ((False, tags), (True, unknown)):
+        out, expected = (call(leaf, known, HOLES, "none", partial=partial) for call in (compiled, crf))
+        for found, truth in zip(
+            (out, *gradients(crf, leaf, out)), (expected, *gradients(crf, leaf, expected)), strict=True
+        ):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
+    torch.testing.assert_close(by_vmap(crf)(emissions, tags, HOLES), crf(emissions, tags, HOLES, "none"))
 
 
-def test_first_and_second_derivatives_equal_finite_differences():
-    crf, (emissions, tags, _) = layer(2), batch(3, 3, 2)
-    leaves = emissions.requires_grad_(), *crf.parameters()
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda *_: crf(emissions, tags, HOLES[1:4, :3], "none"), leaves)
-
-
-class Methods(torch.nn.Module):
+class Methods(LinearChainCRF):
     """All methods of the layer as one function."""
 
-    def __init__(self):
-        super().__init__()
-        self.crf = layer()
-
     def forward(self, emissions, tags, mask):
-        methods = self.crf.viterbi, self.crf.marginals, self.crf.log_partition
-        return self.crf(emissions, tags, mask), *(method(emissions, mask) for method in methods)
+        methods = self.viterbi, self.marginals, self.log_partition
+        return super().forward(emissions, tags, mask), *(method(emissions, mask) for method in methods)
 
 
 def test_export_serves_any_number_of_sentences_and_words():
     axes = {0: torch.export.Dim("n", min=2, max=64), 1: torch.export.Dim("v", min=3, max=512)}
-    exported = torch.export.export(Methods(), batch(4, 6), dynamic_shapes=(axes,) * 3).module()
+    methods = Methods(4, batch_first=True).double()
+    exported = torch.export.export(methods, batch(4, 6), dynamic_shapes=(axes,) * 3).module()
     for example in (batch(4, 6), batch(7, 11)):
-        torch.testing.assert_close(exported(*example), Methods()(*example), rtol=0, atol=1e-13)
+        torch.testing.assert_close(exported(*example), methods(*example), rtol=0, atol=1e-13)
 
 
 @pytest.mark.gpu
@@ -305,7 +344,7 @@ def test_likelihood_gradients_and_best_tags_equal_pytorch_crf(dtype, batch_first
             assert (mine.double() - expected).abs().max() <= size * (1e-5 if dtype == F32 else 1e-12)
 
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+@STEPS_FIRST
 def test_first_step_off_is_refused_as_by_pytorch_crf(batch_first):
     crf = layer(batch_first=batch_first, strict_mask=True)
     emissions, tags, mask = batch()
@@ -334,67 +373,43 @@ def test_parameters_equal_pytorch_crf():
     assert not torch.equal(ours.transitions, theirs.transitions) and ours.transitions.abs().max() <= 0.1
 
 
-def packed(crf, emissions, tags, mask):
-    """Rows of what a mask leaves, and the same emissions, tags and mask in the layer's layout."""
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-    return emissions[mask], tags[mask], {"cu_seqlens": offsets}, turned(crf, emissions, tags, mask)
+@STEPS_FIRST
+@KINDS
+def test_packed_rows_equal_a_mask(longest, batch_first):
+    crf, padded = layer(longest=longest and 7, batch_first=batch_first), batch()
+    emissions, tags, mask = turned(crf, *padded)
+    packed = {"cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), padded[2].sum(1).cumsum(0)])}
 
+    def rows(values):
+        return turned(crf, values)[0][padded[2]]
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-@pytest.mark.parametrize("kind", [LinearChainCRF, SemiMarkovCRF])
-def test_packed_rows_equal_a_mask(kind, batch_first):
-    options = (4,) if kind is LinearChainCRF else (4, 7)
-    crf = kind(*options, batch_first=batch_first).double()
-    rows, known, options, (emissions, tags, mask) = packed(crf, *batch())
-    turn = (lambda values: values) if batch_first else (lambda values: values.transpose(0, 1))
-    inside = turn(mask)
+    inputs, known, unknown = rows(emissions), rows(tags), padded[1].masked_fill(torch.arange(7) % 2 == 0, -1)
     for reduction in REDUCTIONS:
-        torch.testing.assert_close(crf(rows, known, None, reduction, **options), crf(emissions, tags, mask, reduction))
-    unknown = turn(tags).clone()
-    unknown[:, ::2] = -1
-    torch.testing.assert_close(
-        crf(rows, unknown[inside], reduction="none", **options), crf(emissions, turn(unknown), mask, "none")
+        found = crf(inputs, known, None, reduction, **packed)
+        torch.testing.assert_close(found, crf(emissions, tags, mask, reduction))
+    found = crf(inputs, unknown[padded[2]], reduction="none", **packed)
+    torch.testing.assert_close(found, crf(emissions, *turned(crf, unknown), mask, "none"))
+    torch.testing.assert_close(crf.log_partition(inputs, **packed), crf.log_partition(emissions, mask))
+    torch.testing.assert_close(crf.marginals(inputs, **packed), rows(crf.marginals(emissions, mask)))
+    best, expected = crf.viterbi(inputs, **packed), crf.viterbi(emissions, mask)
+    assert torch.equal(best.states, rows(expected.states)) and crf.decode(inputs, **packed) == crf.decode(
+        emissions, mask
     )
-    torch.testing.assert_close(crf.log_partition(rows, **options), crf.log_partition(emissions, mask))
-    torch.testing.assert_close(crf.marginals(rows, **options), turn(crf.marginals(emissions, mask))[inside])
-    best, padded = crf.viterbi(rows, **options), crf.viterbi(emissions, mask)
-    assert torch.equal(best.states, turn(padded.states)[inside])
-    torch.testing.assert_close(best.score, padded.score)
-    assert crf.decode(rows, **options) == crf.decode(emissions, mask)
-    (paths, scores), expected = crf.topk(rows, 3, **options), crf.topk(emissions, 3, mask)
+    torch.testing.assert_close(best.score, expected.score)
+    (paths, scores), expected = crf.topk(inputs, 3, **packed), crf.topk(emissions, 3, mask)
     torch.testing.assert_close(scores, expected[1])
-    assert [[path for path in one if -1 not in path] for one in paths] == [
-        [path for path in one if -1 not in path] for one in expected[0]
-    ]
-    drawn = crf.sample(rows, 4000, generator=seeded(), **options)
+    found, expected = ([[path for path in each if -1 not in path] for each in some] for some in (paths, expected[0]))
+    assert found == expected
+    drawn = crf.sample(inputs, 4000, generator=seeded(), **packed)
     frequencies = torch.stack([(drawn == tag).double().mean(0) for tag in range(4)], -1)
-    assert (frequencies - crf.marginals(rows, **options)).abs().max() < 5 * 0.5 / 4000**0.5
-    if kind is SemiMarkovCRF:
-        assert crf.decode_segments(rows, **options) == crf.decode_segments(emissions, mask)
-        expected = turn(crf.segment_marginals(emissions, mask))[inside]
-        torch.testing.assert_close(crf.segment_marginals(rows, **options), expected)
+    assert (frequencies - crf.marginals(inputs, **packed)).abs().max() < 5 * 0.5 / 4000**0.5
+    if longest:
+        assert crf.decode_segments(inputs, **packed) == crf.decode_segments(emissions, mask)
+        expected = rows(crf.segment_marginals(emissions, mask))
+        torch.testing.assert_close(crf.segment_marginals(inputs, **packed), expected)
         begins = torch.rand(mask.shape, generator=seeded()) < 0.5
-        torch.testing.assert_close(
-            crf(rows, known, begins=turn(begins)[inside], **options), crf(emissions, tags, mask, begins=begins)
-        )
-
-
-def test_unknown_tags_give_the_sum_over_taggings_that_agree(enumerated):
-    crf, emissions, tags, mask, weights = enumerated
-    tags = tags.masked_fill((torch.arange(mask.shape[1]) % 2 == 0) & mask, -1)
-    expected = []
-    for i, table in enumerate(weights):
-        known = tags[i][mask[i]].tolist()
-        agreeing = [w for path, w in table.items() if all(a in (-1, b) for a, b in zip(known, path, strict=True))]
-        expected.append(log_sum(agreeing) - log_sum(table.values()))
-    leaf = emissions.clone().requires_grad_()
-    inputs = turned(crf, leaf, tags, mask)
-    out = crf(*inputs, "none")
-    torch.testing.assert_close(out, torch.tensor(expected, dtype=F64), rtol=0, atol=1e-13)
-    assert all(gradient.isfinite().all() for gradient in gradients(crf, leaf, out))
-    known = tags.masked_fill(tags < 0, 0)
-    _, known, _ = turned(crf, leaf, known, mask)
-    torch.testing.assert_close(crf(*inputs[:1], known, mask=inputs[2], partial=True), crf(inputs[0], known, inputs[2]))
+        found = crf(inputs, known, begins=rows(begins), **packed)
+        torch.testing.assert_close(found, crf(emissions, tags, mask, begins=begins))
 
 
 def test_ignored_labels_have_to_be_masked():
@@ -460,18 +475,13 @@ def test_constraints_are_in_the_state_only_if_passed():
 
 def is_valid(tags, scheme):
     """Whether the spans of a tagging are what its scheme says, read from left to right."""
+    going_on = {"BIO": "I", "IOB1": "B", "BIOES": "IE"}[scheme]  # what needs a span of its type before it
     span = None  # the type of the span that may go on
     for tag in tags:
         prefix, _, kind = tag.partition("-")
-        inside = span == kind and span is not None
-        if scheme == "BIOES":
-            if (prefix in "IE") != (span is not None) or (prefix in "IE" and not inside):
-                return False
-            span = kind if prefix in "BI" else None
-            continue
-        if prefix == {"BIO": "I", "IOB1": "B"}[scheme] and not inside:
+        if (prefix in going_on and span != kind) or (scheme == "BIOES" and span and prefix not in going_on):
             return False
-        span = kind if prefix in "BI" else None
+        span = kind if prefix in {*"BI"} else None
     return scheme != "BIOES" or span is None
 
 
@@ -488,13 +498,26 @@ def test_taggings_of_bio_constraints_are_the_valid_ones(scheme):
 
 def test_bilou_is_bioes_with_other_letters():
     tags = ["O", "B-A", "I-A", "E-A", "S-A", "B-B", "E-B"]
-    letters = str.maketrans("ES", "LU")
-    pairs = zip(
-        bio_constraints(tags, "BIOES"), bio_constraints([tag.translate(letters) for tag in tags], "BILOU"), strict=True
-    )
-    assert all(torch.equal(*pair) for pair in pairs)
+    others = [tag.translate(str.maketrans("ES", "LU")) for tag in tags]
+    torch.testing.assert_close(bio_constraints(tags, "BIOES"), bio_constraints(others, "BILOU"))
     for tag in ("S-A", "PER", "B", "O-A"):
-        with pytest.raises(
-            ValueError, match=f"tags: expected 'O' or B, I with a type, .* got '{tag}'; pass the scheme"
-        ):
+        message = f"tags: expected 'O' or B, I with a type, .* got '{tag}'; pass the scheme"
+        with pytest.raises(ValueError, match=message):
             bio_constraints(["O", tag])
+
+
+def test_change_of_tag_begins_a_segment_without_begins():
+    crf, (emissions, _, _) = layer(3, longest=3), batch(1, 5, 3)
+    tags, begins = torch.tensor([[0, 0, 2, 2, 1]]), torch.tensor([[True, False, True, False, True]])
+    assert crf(emissions, tags) == crf(emissions, tags, begins=begins) == crf(emissions, tags, begins=begins & False)
+    begins[0, 3] = True
+    assert crf(emissions, tags, begins=begins) != crf(emissions, tags)
+
+
+def test_segment_that_is_too_long_is_refused_or_impossible_where_values_are_not_read():
+    crf, (emissions, _, _), tags = layer(3, longest=3), batch(2, 5, 3), torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="tags: expected segments of at most 3 steps, got one of 5; pass a larger"):
+        crf(emissions, tags)
+    assert crf(emissions, tags, (torch.arange(5) < 3).expand(2, -1)).isfinite()
+    with torch.no_grad():
+        assert (torch.compile(crf, backend="eager")(emissions, tags, reduction="none") == -INF).all()

@@ -9,27 +9,14 @@ import pytest
 import scipy.stats
 import torch
 
-from logchain.nn import (
-    HMM,
-    Bernoulli,
-    Binomial,
-    Distribution,
-    Gaussian,
-    LinearGaussian,
-    Mixture,
-    Poisson,
-    Product,
-    fit,
-)
+from logchain import nn
 from tests.nn.emissions import CLOSED, COUNTS, F64, FAMILIES, array, drawn, seeded
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
 
 
 @pytest.mark.parametrize(
-    ("units", "dtype"),
-    [((2,), F64), ((3, 4, 2), F64), ((4, 2), torch.float32), ((4, 2), torch.bfloat16)],
-    ids=str,
+    ("units", "dtype"), [((2,), F64), ((3, 4, 2), F64), ((4, 2), torch.float32), ((4, 2), torch.bfloat16)], ids=str
 )
 @ALL
 def test_density_equals_scipy(name, units, dtype):
@@ -87,12 +74,12 @@ def test_gradients_of_first_and_second_order_and_of_each_observation(name):
 
 
 def test_impossible_values_are_minus_infinity_with_gradients_of_zero():
-    rates, coins, trials = Poisson(2), Bernoulli(2), Binomial(2, 3)
+    rates, coins, trials = nn.Poisson(2), nn.Bernoulli(2), nn.Binomial(2, 3)
     rates.set(torch.tensor([0.0, 2.0]))
     coins.set(torch.tensor([0.0, 1.0]))
     trials.set(torch.tensor([0.0, 1.0]))
     scales = torch.tensor([2.0, 0.5])
-    pareto = Distribution(torch.distributions.Pareto, 2, scale=scales, alpha=3.0, spread=0)
+    pareto = nn.Distribution(torch.distributions.Pareto, 2, scale=scales, alpha=3.0, spread=0)
     for layer, data, expected in [
         (rates, [0, 1], [[0.0, -2.0], [-math.inf, math.log(2) - 2]]),
         (coins, [0, 1], [[0.0, -math.inf], [-math.inf, 0.0]]),
@@ -104,7 +91,7 @@ def test_impossible_values_are_minus_infinity_with_gradients_of_zero():
         total = found.masked_fill(found == -torch.inf, 0.0).sum()
         for gradient in torch.autograd.grad(total, list(layer.parameters())):
             assert gradient.isfinite().all()
-    mixed = Mixture(Bernoulli((1, 2)))
+    mixed = nn.Mixture(nn.Bernoulli((1, 2)))
     mixed.layer.set(torch.tensor([0.0, 0.0]))
     found = mixed(torch.tensor([1, 0]))
     torch.testing.assert_close(found, torch.tensor([[-math.inf], [0.0]]))
@@ -113,16 +100,16 @@ def test_impossible_values_are_minus_infinity_with_gradients_of_zero():
 
 
 def test_large_counts_large_means_and_long_data_keep_their_digits():
-    counts = Poisson(1)
+    counts = nn.Poisson(1)
     counts.set(torch.tensor([1e6]))
     found = counts(torch.tensor([1_000_300])).item()
     rate = math.exp(counts.log_rates.double().item())
     assert abs(found - scipy.stats.poisson(rate).logpmf(1_000_300)) < 1e-5
-    far = Gaussian(1).double()
+    far = nn.Gaussian(1).double()
     far.set(torch.tensor([1e8], dtype=F64), torch.tensor([1.0], dtype=F64))
     expected = scipy.stats.norm(1e8, 1).logpdf(1e8 + 0.5)
     assert abs(far(torch.tensor([1e8 + 0.5], dtype=F64)).item() - expected) < 1e-14
-    layer, data = Bernoulli(2, generator=seeded()), torch.randint(2, (300_000,), generator=seeded())
+    layer, data = nn.Bernoulli(2, generator=seeded()), torch.randint(2, (300_000,), generator=seeded())
     layer.set(torch.tensor([0.1, 0.8]))
     flow = torch.rand(300_000, 2, generator=seeded(1))
     (found,) = torch.autograd.grad(layer(data), layer.weights.logits, flow)
@@ -172,12 +159,12 @@ def test_distribution_of_a_function_has_gradient_zero_at_the_maximum():
 
     data = torch.distributions.LogNormal(1.0, 0.2).sample((400,)).double()
     start = {"loc": data.log().mean(), "scale": data.log().std(correction=0)}
-    layer = Distribution(skewed, 2, limits={"scale": torch.distributions.constraints.positive}, spread=0, **start)
+    layer = nn.Distribution(skewed, 2, limits={"scale": torch.distributions.constraints.positive}, spread=0, **start)
     for gradient in torch.autograd.grad(layer(data).sum(), list(layer.parameters())):
         assert gradient.abs().max() < 1e-9
-    trials = Distribution(torch.distributions.Binomial, 3, total_count=7, probs=0.5)
+    trials = nn.Distribution(torch.distributions.Binomial, 3, total_count=7, probs=0.5)
     assert set(dict(trials.named_parameters())) == {"free.probs"}, "what is no real number is not trained"
-    votes = Distribution(torch.distributions.Multinomial, 2, total_count=5, probs=torch.tensor([0.3, 0.3, 0.4]))
+    votes = nn.Distribution(torch.distributions.Multinomial, 2, total_count=5, probs=torch.tensor([0.3, 0.3, 0.4]))
     expected = scipy.stats.multinomial(5, array(votes.distribution().probs[0])).logpmf([1, 2, 2])
     assert abs(votes(torch.tensor([1.0, 2.0, 2.0]))[0].item() - expected) < 1e-6
 
@@ -209,7 +196,7 @@ def test_start_takes_a_mean_from_each_cluster():
     data = centers.repeat(50, 1) + 0.1 * torch.randn(200, 2, generator=seeded())
     with_missing = torch.cat([torch.full((400, 2), torch.nan), data])
     for seed in range(5):
-        layer = Gaussian(4, 2)
+        layer = nn.Gaussian(4, 2)
         layer.initialize(with_missing, generator=seeded(seed))
         distance, near = torch.cdist(layer.means.detach(), centers).min(-1)
         assert sorted(near.tolist()) == [0, 1, 2, 3] and (distance < 1).all()
@@ -218,48 +205,37 @@ def test_start_takes_a_mean_from_each_cluster():
 
 def test_tensors_of_numbers_of_trials_are_buffers_in_the_order_of_the_states():
     counts, shares = torch.tensor([3, 7]), torch.tensor([0.2, 0.6])
-    trials = Distribution("Binomial", 2, total_count=counts, probs=shares, spread=0)
+    trials = nn.Distribution("Binomial", 2, total_count=counts, probs=shares, spread=0)
     assert torch.equal(trials.state_dict()["fixed.total_count"], counts)
     assert trials.to("meta").distribution().total_count.is_meta
-    trials = Distribution("Binomial", 2, total_count=counts, probs=shares, spread=0)
+    trials = nn.Distribution("Binomial", 2, total_count=counts, probs=shares, spread=0)
     draws = trials.draw(torch.tensor([1, 0]).expand(500, 2), seeded())
     assert draws.amax(0).tolist() == [7, 3]
     before = trials(torch.arange(8))
     np.testing.assert_allclose(array(before.exp()), scipy.stats.binom(counts, shares).pmf(np.arange(8)[:, None]), 1e-5)
-    HMM(2, trials).sort_states(by=torch.tensor([1.0, 0.0]))
+    nn.HMM(2, trials).sort_states(by=torch.tensor([1.0, 0.0]))
     assert torch.equal(trials(torch.arange(8)), before.flip(-1))
 
 
-def test_regression_of_numbers_has_means_and_draws_of_numbers():
-    hmm, covariates = HMM(2, LinearGaussian(2, 1, generator=seeded())), torch.randn(5, 7, 1, generator=seeded())
-    data = hmm.sample(3, 7, covariates=covariates, generator=seeded()).data
-    assert data.shape == (3, 5, 7)
-    missing = data[0].masked_fill(torch.arange(7) == 3, torch.nan)
-    filled = hmm.impute(missing, covariates=covariates)
-    shares = hmm.posterior(missing, covariates=covariates).states
-    means = covariates @ hmm.emission.weights[..., 0].mT + hmm.emission.bias[:, 0]  # (5, 7, 2)
-    torch.testing.assert_close(filled, torch.where(missing.isnan(), (shares * means).sum(-1), missing))
-
-
 def test_parameters_without_effect_and_shared_ones_count_once():
-    normals = Distribution("MultivariateNormal", 2, loc=torch.zeros(2), scale_tril=torch.eye(2))
-    coins = Bernoulli((1, 2))
-    shared = Product(Mixture(coins), Mixture(Bernoulli((1, 2))))
+    normals = nn.Distribution("MultivariateNormal", 2, loc=torch.zeros(2), scale_tril=torch.eye(2))
+    coins = nn.Bernoulli((1, 2))
+    shared = nn.Product(nn.Mixture(coins), nn.Mixture(nn.Bernoulli((1, 2))))
     shared.families[1].layer.weights.logits = coins.weights.logits
     data, covariates = torch.randn(3, 9, 2, generator=seeded()), {"covariates": torch.ones(3, 9, 1)}
     for emission, data_of, options, expected in [
-        (LinearGaussian(2, 1, 2), data, covariates, 15),
-        (LinearGaussian(2, 1, 2, "full"), data, covariates, 17),
+        (nn.LinearGaussian(2, 1, 2), data, covariates, 15),
+        (nn.LinearGaussian(2, 1, 2, "full"), data, covariates, 17),
         (normals, data, {}, 13),
         (shared, data > 0, {}, 2 + 1 + 1),
     ]:
-        hmm = HMM(emission.units[0], emission)
-        report = fit(hmm, data_of, conditions=options, method="gradient", max_iterations=0, restarts=0)
+        hmm = nn.HMM(emission.units[0], emission)
+        report = nn.fit(hmm, data_of, conditions=options, method="gradient", max_iterations=0, restarts=0)
         assert report.num_parameters == expected
 
 
 def test_product_has_no_mean_and_cannot_impute():
-    hmm = HMM(2, Product(Gaussian(2), Poisson(2)))
+    hmm = nn.HMM(2, nn.Product(nn.Gaussian(2), nn.Poisson(2)))
     data = torch.ones(3, 4, 2)
     assert hmm.forecast(data, 2).mean is None
     data[0, 1, 0] = torch.nan

@@ -148,4 +148,5 @@ def test_user_structure_is_trained_along_the_axes_that_are_passed():
 @pytest.mark.parametrize("sparse", [ARCS, ARCS.flip(1)], ids=["sorted", "flipped"])
 def test_arcs_follow_the_module_to_another_device(sparse):
     module = Transitions(transitions.Sparse(sparse, torch.rand(7, generator=seeded())))
-    assert module.to("meta")().indices.is_meta and module.weights[0].sources.is_meta
+    module.to("meta")
+    assert module().indices.is_meta and all(buffer.is_meta for buffer in module.buffers())

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -12,26 +13,12 @@ from torch import Tensor
 
 import logchain
 from logchain.transitions import Duration
+from tests.nn import segmentations
 from tests.transitions.structures import numbers
 
 F32, F64 = torch.float32, torch.float64
 V, C, D = 4, 2, 3
-Segmentation = list[tuple[int, int, int]]
-
-
-def segmentations(v: int, c: int, longest: int, *, censored: bool = False) -> list[Segmentation]:
-    """All lists of segments (state, first step, duration) of v steps, of which the last may go on if censored."""
-    complete: list[Segmentation] = []
-    partial: list[tuple[int, Segmentation]] = [(0, [])]
-    while partial:
-        start, segments = partial.pop()
-        if start >= v:
-            complete.append(segments)
-            continue
-        for state, duration in itertools.product(range(c), range(1, longest + 1)):
-            if censored or start + duration <= v:
-                partial.append((start + duration, [*segments, (state, start, duration)]))
-    return complete
+Segmentation = tuple[segmentations.Segment, ...]
 
 
 def counting_path(segments: Segmentation, v: int, longest: int) -> list[int]:
@@ -90,7 +77,7 @@ class Truth:
 
     def __init__(self, model: Model, *, censored: bool = False) -> None:
         v, (c, longest) = len(model.x), model.first.shape
-        self.segmented = segmentations(v, c, longest, censored=censored)
+        self.segmented = list(segmentations.every(v, c, longest, censored))
         self.paths = torch.tensor([counting_path(segments, v, longest) for segments in self.segmented])
         self.weights = model.log_weights(self.segmented)
         self.log_norm = self.weights.logsumexp(0)
@@ -160,14 +147,6 @@ def test_gradients_are_those_of_the_sum_over_segmentations(by_step, censored):
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("censored", [False, True])
-def test_second_derivatives_are_those_of_differences(censored):
-    model = Model.random(2, by_step=True, v=3, longest=2)
-    leaves = [leaf.clone().clamp(min=0.1).requires_grad_() for leaf in model]
-    options = {"right_censored": censored}
-    assert torch.autograd.gradgradcheck(lambda *leaves: logchain.product(**Model(*leaves).arguments(**options)), leaves)
-
-
 @CASES
 def test_best_paths_are_the_best_segmentations(by_step, censored):
     model = Model.random(3, by_step=by_step)
@@ -183,56 +162,9 @@ def test_best_paths_are_the_best_segmentations(by_step, censored):
         computed = model.structure().path_segments(path)
         starts = computed.begins.nonzero()[:, 0]
         segments = zip(computed.states[starts], starts, computed.durations[starts], strict=True)
-        assert [tuple(int(number) for number in one) for one in segments] == truth.segmented[rank]
+        assert tuple(tuple(int(number) for number in one) for one in segments) == truth.segmented[rank]
         assert computed.states.tolist() == [state // D for state in path.tolist()]
         assert not computed.durations[~computed.begins].any()
-
-
-@pytest.mark.parametrize("censored", [False, True])
-def test_equal_paths_end_in_the_lowest_counting_states(censored):
-    model = Model(torch.zeros(V, C), *(torch.ones(size) for size in ((C,), (C, D), (C, C), (C, D))))
-    truth = Truth(model, censored=censored)
-    lowest = min(truth.paths.tolist(), key=lambda path: path[::-1])
-    chain = model.arguments(right_censored=censored)
-    assert logchain.viterbi(**chain).states.tolist() == lowest
-    # by torch operations too, which streams take
-    stream = logchain.Stream(chain["bulk"], chain["p0"], log_params=True, viterbi=True)
-    states = torch.cat([stream.update(piece).states for piece in chain["x"].split(2)] + [stream.flush().states])
-    assert states.tolist() == lowest
-
-
-@CASES
-def test_log_prob_entropy_and_draws_are_those_of_segmentations(by_step, censored):
-    model = Model.random(4, by_step=by_step)
-    truth, chain = Truth(model, censored=censored), model.arguments(right_censored=censored)
-    assert_close(logchain.log_prob(**chain, states=truth.paths), truth.weights - truth.log_norm)
-    possible = truth.chances[truth.chances > 0]
-    assert_close(logchain.entropy(**chain), -(possible * possible.log()).sum(), rtol=1e-9)
-    draws = 20_000
-    paths = logchain.sample(**chain, num_samples=draws, generator=torch.Generator().manual_seed(0))
-    place = (paths[:, None] == truth.paths).all(-1)
-    assert place.any(1).all()
-    share, chances = place.double().mean(0), truth.chances
-    assert not share[chances == 0].any()
-    assert ((share - chances).abs() <= 6 * (chances / draws).sqrt() + 1e-12).all()
-
-
-@CASES
-def test_messages_are_those_of_the_first_and_last_steps(by_step, censored):
-    model = Model.random(5, by_step=by_step)
-    chain = model.arguments(right_censored=censored)
-    messages, filtered = logchain.forward_backward(**chain), logchain.filtered(**chain)
-    posterior = logchain.marginals(**chain)
-    assert_close((messages.forward + messages.backward - posterior.log_norm).exp(), posterior.states)
-    for step in range(V):
-        prefix = model._replace(x=model.x[: step + 1])
-        # up to a step that is not the last any segment may go on
-        truth = Truth(prefix, censored=censored or step + 1 < V)
-        ends = torch.nn.functional.one_hot(truth.paths[:, -1], C * D) > 0
-        forward = torch.where(ends, truth.weights[:, None], -math.inf).logsumexp(0)
-        assert_close(messages.forward[step], forward)
-        assert_close(filtered.states[step], (forward - truth.log_norm).exp())
-    assert_close(filtered.log_norm, posterior.log_norm)
 
 
 def test_gradients_of_all_queries_pass_no_segment_that_goes_on():
@@ -339,41 +271,12 @@ def test_chain_without_a_segmentation_is_impossible():
     assert segments.states.tolist() == [-1] * 3 and not segments.begins.any() and not segments.durations.any()
 
 
-# numbers of compositions of v into parts up to D: Fibonacci and tribonacci numbers
-@pytest.mark.parametrize(("longest", "v", "count"), [(2, 10, 89), (3, 10, 274), (2, 40, 165_580_141)])
-def test_compositions_are_counted(longest, v, count):
-    structure = Duration(torch.ones(1, 1, dtype=F64), torch.ones(1, longest, dtype=F64))
-    chain = structure.arguments(torch.zeros(v, 1, dtype=F64), torch.ones(1, dtype=F64))
-    assert round(logchain.product(**chain._asdict()).exp().item()) == count
-
-
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_rolls_of_a_die_add_up_to_six(dtype):
     """W. Feller, An introduction to probability theory, XIII: renewal times; a total of 6 has probability 7^5 / 6^6."""
     die = Duration(torch.ones(1, 1, dtype=dtype), torch.full((1, 6), 1 / 6, dtype=dtype))
     chain = die.arguments(torch.zeros(6, 1, dtype=dtype), torch.ones(1, dtype=dtype))
     assert math.isclose(logchain.product(**chain._asdict()).item(), math.log(7**5 / 6**6), rel_tol=1e-6)
-
-
-def test_expectation_maximization_never_lowers_the_log_likelihood():
-    generator = torch.Generator().manual_seed(8)
-    x, rand = 2 * torch.randn(3, 30, 2, generator=generator, dtype=F64), numbers(8)
-    p0, matrix, durations = rand(2) + 0.1, rand(2, 2) + 0.1, rand(2, 4) + 0.1
-    values = []
-    for _ in range(20):
-        p0, matrix, durations = (one / one.sum(-1, keepdim=True) for one in (p0, matrix, durations))
-        structure = Duration(matrix, durations)
-        chain = structure.arguments(x, p0, right_censored=True)._asdict()
-        posterior = logchain.marginals(**chain, transitions="full")
-        counts = structure.marginal_segments(posterior)
-        p0, durations = counts.begins[:, 0].sum(0), counts.durations.sum((0, 1))
-        matrix = posterior.transitions.matrix.sum((0, 1))
-        values.append(posterior.log_norm.sum())
-        # without first segments, by "sum"
-        summed = logchain.marginals(**chain, transitions="sum")
-        assert_close(summed.transitions.durations + summed.states[:, 0].sum(0).view(2, 4), durations)
-    gains = torch.stack(values).diff()
-    assert (gains > -1e-9).all() and gains.sum() > 1
 
 
 def test_memory_of_a_step_is_that_of_its_counting_states():
@@ -424,41 +327,37 @@ def test_matrices_past_the_end_have_no_influence_on_gradients_of_shared_duration
 
 x, p0 = torch.zeros(2, V, C), torch.ones(C)
 shared, stepped = (Duration(torch.ones(*lead, C, C), torch.ones(*lead, C, D)) for lead in ((), (V - 1,)))
-counting = torch.zeros(2, V, C * D), shared, torch.ones(C * D)
+arguments, counting = shared.arguments, (torch.zeros(2, V, C * D), shared, torch.ones(C * D))
 MINUS_1 = "expected non-negative weights, got -1 at [0, 0]; pass log_params=True for logarithms"
 WRONG = {
-    "x: expected [..., v, 2] to go with the matrix of 2 states, got [2, 4, 6]": lambda: shared.arguments(
-        counting[0], p0
-    ),
-    "x: expected a torch.Tensor, got list; pass torch.tensor(x)": lambda: shared.arguments([0.0], p0),
-    "p0: expected shape [2] to go with x [2, 4, 2], got [6]": lambda: shared.arguments(x, counting[2]),
-    "p0: expected shape [1 or 2, 2] to go with x [2, 4, 2], got [3, 2]": lambda: shared.arguments(x, p0.expand(3, 2)),
-    "first_durations: expected shape [2, 3] to go with x [2, 4, 2], got [2, 4]": lambda: shared.arguments(
-        x, p0, first_durations=torch.ones(C, D + 1)
+    "x: expected [..., v, 2] to go with the matrix of 2 states, got [2, 4, 6]": partial(arguments, counting[0], p0),
+    "x: expected a torch.Tensor, got list; pass torch.tensor(x)": partial(arguments, [0.0], p0),
+    "p0: expected shape [2] to go with x [2, 4, 2], got [6]": partial(arguments, x, counting[2]),
+    "p0: expected shape [1 or 2, 2] to go with x [2, 4, 2], got [3, 2]": partial(arguments, x, p0.expand(3, 2)),
+    "first_durations: expected shape [2, 3] to go with x [2, 4, 2], got [2, 4]": partial(
+        arguments, x, p0, first_durations=torch.ones(C, D + 1)
     ),
     "first_durations: expected [..., c, D] where durations [3, 2, 3] differ by steps, got None; "
     "pass those of segments that begin at the first step": lambda: stepped.arguments(x, p0),
-    "lengths: expected values from 1 to v = 4, got 0 to 4": lambda: shared.arguments(
-        x, p0, lengths=torch.tensor([0, 4])
+    "lengths: expected values from 1 to v = 4, got 0 to 4": partial(arguments, x, p0, lengths=torch.tensor([0, 4])),
+    "lengths: expected shape [2] to go with x [2, 4, 2], got [3]": partial(arguments, x, p0, lengths=[1, 2, 3]),
+    "cu_seqlens: expected a torch.Tensor, got list; pass torch.tensor(cu_seqlens)": partial(
+        arguments, x[0], p0, cu_seqlens=[0, 4]
     ),
-    "lengths: expected shape [2] to go with x [2, 4, 2], got [3]": lambda: shared.arguments(x, p0, lengths=[1, 2, 3]),
-    "cu_seqlens: expected a torch.Tensor, got list; pass torch.tensor(cu_seqlens)": lambda: shared.arguments(
-        x[0], p0, cu_seqlens=[0, 4]
+    "lengths: expected None with cu_seqlens, which holds them": partial(
+        arguments, x[0], p0, cu_seqlens=torch.tensor([0, 4]), lengths=4
     ),
-    "lengths: expected None with cu_seqlens, which holds them": lambda: shared.arguments(
-        x[0], p0, cu_seqlens=torch.tensor([0, 4]), lengths=4
+    "cu_seqlens: expected [n + 1] to go with x [total, 2], got [1, 2] and [4, 2]": partial(
+        arguments, x[0], p0, cu_seqlens=torch.tensor([[0, 4]])
     ),
-    "cu_seqlens: expected [n + 1] to go with x [total, 2], got [1, 2] and [4, 2]": lambda: shared.arguments(
-        x[0], p0, cu_seqlens=torch.tensor([[0, 4]])
-    ),
-    "x: expected at least one variable [..., v, 2], got [2, 0, 2]": lambda: shared.arguments(x[:, :0], p0),
-    f"p0: {MINUS_1}": lambda: shared.arguments(x, -p0[None]),
+    "x: expected at least one variable [..., v, 2], got [2, 0, 2]": partial(arguments, x[:, :0], p0),
+    f"p0: {MINUS_1}": partial(arguments, x, -p0[None]),
     f"durations: {MINUS_1}": lambda: Duration(shared.matrix, -shared.durations).arguments(x, p0),
     f"matrix: {MINUS_1}": lambda: Duration(-shared.matrix, shared.durations).arguments(x, p0),
     f"first_durations: {MINUS_1}": lambda: stepped.arguments(x, p0, first_durations=-shared.durations),
     "paths: expected states from -1 to c D - 1 = 5, got 6": lambda: shared.path_segments(torch.tensor([0, 6])),
-    "right_censored: expected True or False, got 1": lambda: shared.arguments(x, p0, right_censored=1),
-    "log_params: expected True or False, got 'log'": lambda: shared.arguments(x, p0, log_params="log"),
+    "right_censored: expected True or False, got 1": partial(arguments, x, p0, right_censored=1),
+    "log_params: expected True or False, got 'log'": partial(arguments, x, p0, log_params="log"),
     "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),
     'marginals: expected those of transitions="full", got transitions none; pass cu_seqlens too where sequences are '
     "packed": lambda: shared.marginal_segments(logchain.marginals(*counting)),
