@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import semirings, transitions
+from . import kernels, semirings, transitions
 from .check import check
 from .entropy import entropy
 from .filtered import filtered
@@ -30,6 +30,7 @@ __all__ = [
     "entropy",
     "filtered",
     "forward_backward",
+    "kernels",
     "kl_divergence",
     "log_prob",
     "marginals",
@@ -62,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -86,3 +86,7 @@ def test_pages_are_few_and_short():
 def test_readme_is_short_and_names_this_version():
     assert len(TEXTS["README.md"].splitlines()) <= 120
     assert f"version {logchain.__version__}" in TEXTS["README.md"]
+
+
+def test_completion_offers_the_public_names():
+    assert dir(logchain) == sorted(logchain.__all__) and all(hasattr(logchain, name) for name in logchain.__all__)
