@@ -85,7 +85,7 @@ def test_step_reaches_the_maximum(name):
 def moments(layer):
     """Means of the sufficient statistics, of layers whose units share nothing."""
     if isinstance(layer, nn.Poisson):
-        return layer.log_rates.exp()
+        return layer.rates
     if isinstance(layer, nn.Binomial):
         return layer.probabilities
     means = layer.means.detach()
