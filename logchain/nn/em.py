@@ -15,10 +15,8 @@ def trained_parts(model: torch.nn.Module) -> list[Any]:
 
     What is inside a part is fitted by the part.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return []
     if callable(getattr(model, "statistics", None)):
-        return [model]
+        return [model] if any(parameter.requires_grad for parameter in model.parameters()) else []
     parts = (part for child in model.children() for part in trained_parts(child))
     return list(dict.fromkeys(parts))  # a part may be shared
 
