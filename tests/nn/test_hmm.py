@@ -285,7 +285,7 @@ def test_covariates_reach_emissions_and_transitions():
     plain, trend = random_hmm(Gaussian(C)), random_hmm(nn.LinearGaussian(C, 2))
     trend.initial, trend.transition = copy.deepcopy((plain.initial, plain.transition))
     means, variances = plain.emission.means.detach(), plain.emission.variances
-    trend.emission.set(torch.ones(1, dtype=F64), means[:, None], variances[:, None, None])
+    trend.emission.set(torch.ones(1, dtype=F64), means[:, None], variances)
     trend.emission.weights.requires_grad_(False)
     moved = data - covariates.sum(-1)
     close(trend.log_prob(data, covariates=covariates), array(plain.log_prob(moved)))
