@@ -198,7 +198,11 @@ def crf(n: int = 32, v: int = 128, c: int = 20) -> Iterator[Comparison]:
             yield Comparison(f"layers/CRF n={n} v={v} c={c}, {name}, {threads()}/{mode}", calls)
 
 
-def hmm(n: int = 200, v: int = 50, c: int = 50, iterations: int = 50) -> Iterator[Comparison]:
+# many sequences of many states, and one series of two
+FITTED = (200, 50, 50), (1, 100, 2)
+
+
+def hmm(n: int, v: int, c: int, iterations: int = 50) -> Iterator[Comparison]:
     """Expectation maximization of Gaussian emissions, from equal parameters and without priors."""
     from hmmlearn.hmm import GaussianHMM
     from pomegranate.distributions import Normal

@@ -286,7 +286,10 @@ def tasks() -> list[Task]:
     return [
         *result,
         Task("layers/CRF", cases.crf, packages="pytorch-crf", threads=2),
-        Task("layers/HMM", cases.hmm, packages="hmmlearn, pomegranate", threads=2),
+        *(
+            Task("layers/HMM n={} v={} c={}".format(*size), cases.hmm, size, "hmmlearn, pomegranate", threads=2)
+            for size in cases.FITTED
+        ),
         *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
         *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
         *(Task(f"structures/{make.__name__}", make) for make in structures.STRUCTURES),
