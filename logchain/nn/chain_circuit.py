@@ -279,9 +279,9 @@ class ChainCircuit(ChainModel):
         t, v, c = self.emission.units
         return f"num_variables={v}, num_states={c}, num_repetitions={t}"
 
-    def _chain_of(self, *arguments: Any, **conditions: Any) -> tuple[Sequences, ChainArguments]:
+    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and the chains `[*B, t, v, c]` of all repetitions, of probabilities."""
-        sequences = self._sequences(*arguments, **conditions)
+        sequences = self._sequences(*arguments)
         for name in ("covariates", "states"):
             if getattr(sequences, name) is not None:
                 raise ValueError(f"{name}: expected None with a circuit, got a tensor")

@@ -1,19 +1,19 @@
 """The base class of models of sequences along a chain of hidden states: data, initialization and fits."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 import torch
 from torch import Generator, Tensor
-from typing_extensions import Unpack
 
 from ..chain_arguments import ChainArguments
 from ..product import product
 from .checks import check_unsharded
-from .data import Conditions, Data, Ends, Rows, Sequences
+from .data import Array, Data, Ends, Rows, Sequences
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
-from .fitting import Fit, fit
+from .fitting import Fit, Optimizer, fit
 from .parameters import frozen, reset_parameters
 
 EMISSIONS: dict[str, Any] = {"gaussian": Gaussian, "poisson": Poisson, "bernoulli": Bernoulli}
@@ -47,7 +47,9 @@ class ChainModel(torch.nn.Module):
         module = EMISSIONS[emission](units, generator=generator) if isinstance(emission, str) else emission
         self.emission, self.num_states = module, units[-1]
 
-    def arguments(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> ChainArguments:
+    def arguments(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> ChainArguments:
         """The chain of the data, for functions such as `logchain.entropy`.
 
         Returns:
@@ -61,9 +63,11 @@ class ChainModel(torch.nn.Module):
         >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
         torch.Size([1])
         """
-        return self._chain_of(data, observed, **conditions)[1]
+        return self._chain_of(data, observed, lengths, covariates, states)[1]
 
-    def log_prob(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Tensor:
+    def log_prob(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Tensor:
         """`log p(data)` of each sequence, or `log p(data, states)` of the states that are known.
 
         Returns:
@@ -75,7 +79,7 @@ class ChainModel(torch.nn.Module):
         >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
         torch.Size([2])
         """
-        return self._log_norm(self._chain_of(data, observed, **conditions)[1])
+        return self._log_norm(self._chain_of(data, observed, lengths, covariates, states)[1])
 
     # wrappers such as DistributedDataParallel call `forward`
     forward = log_prob
@@ -87,14 +91,16 @@ class ChainModel(torch.nn.Module):
         observed: Rows = None,
         *,
         generator: Generator | None = None,
-        **conditions: Unpack[Conditions],
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
     ) -> None:
         """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of data."""
         check_unsharded(self)
         emission = self.emission
         reset_parameters(self, generator, without=emission if isinstance(emission, Emission) else None)
         if isinstance(emission, Emission) and any(p.requires_grad for p in emission.parameters()):
-            sequences = self._sequences(data, observed, **conditions)
+            sequences = self._sequences(data, observed, lengths, covariates, states)
             options = emission_options(emission, sequences.covariates)
             with frozen(emission.parameters()):
                 emission.initialize(*self._observations(sequences), generator=generator, **options)
@@ -107,12 +113,21 @@ class ChainModel(torch.nn.Module):
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
-        **options: Any,
+        weights: Tensor | Array | Sequence[float] | None = None,
+        method: Literal["em", "gradient"] = "em",
+        max_iterations: int = 100,
+        tolerance: float = 1e-2,
+        batch_size: int | None = None,
+        step: float | Callable[[int], float] | None = None,
+        optimizer: Optimizer | None = None,
+        restarts: int | None = None,
+        generator: Generator | None = None,
+        progress: bool = False,
     ) -> Fit:
-        """Fit the trained parameters to data by maximum likelihood, in place.
+        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
-        Data and what belongs to them are those of the class; `options`, such as `weights`, `method`, `restarts` and
-        `generator`, are those of `logchain.nn.fit`. By default, parameters that nobody has set are initialized first.
+        Data and what belongs to them are those of the class, the other options those of `logchain.nn.fit`. By default,
+        parameters that nobody has set are initialized first.
 
         Returns:
             A `Fit`; its `str` is a short report.
@@ -128,14 +143,27 @@ class ChainModel(torch.nn.Module):
         >>> hmm.emission.log_rates.exp().detach().sort().values
         tensor([ 0.5000, 31.5000])
         """
-        if options.get("method", "em") == "em" and self.stationary:
+        if method == "em" and self.stationary:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
         sequences = self._batched(self._sequences(data, observed, lengths, covariates, states))
         if sequences.has_one_step_each and self.num_states > 1:
             problem = f"data: {len(sequences)} sequences of one step each hold nothing about transitions"
             remedy = "pass an emission with their size, such as Gaussian(2, num_features=1)"
             warn(f"{problem}; for one sequence of vectors, {remedy}; of numbers, data of shape [v]", stacklevel=2)
-        return fit(self, sequences, **options)
+        return fit(
+            self,
+            sequences,
+            weights=weights,
+            method=method,
+            max_iterations=max_iterations,
+            tolerance=tolerance,
+            batch_size=batch_size,
+            step=step,
+            optimizer=optimizer,
+            restarts=restarts,
+            generator=generator,
+            progress=progress,
+        )
 
     @torch.no_grad()
     def num_observations(self, data: Any, **conditions: Any) -> Tensor:
@@ -151,7 +179,7 @@ class ChainModel(torch.nn.Module):
             return torch.stack([steps.sum() for steps in present.split(sequences.sizes)])
         return present.flatten(1).sum(1)
 
-    def _chain_of(self, *arguments: Any, **conditions: Any) -> tuple[Sequences, ChainArguments]:
+    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""
         raise NotImplementedError
 

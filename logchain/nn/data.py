@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +17,6 @@ Array = np.ndarray[Any, Any]
 Data = Tensor | Array | Sequence[Tensor | Array]
 Rows = Data | None
 Ends = Lengths | None
-
-
-class Conditions(TypedDict, total=False):
-    """What belongs to data, by keyword: see `HMM`."""
-
-    lengths: Ends
-    covariates: Rows
-    states: Rows
 
 
 @dataclass(frozen=True, eq=False)

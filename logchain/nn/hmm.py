@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
-from typing_extensions import Unpack
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
@@ -19,7 +18,7 @@ from ..transitions.dense import Dense
 from ..viterbi import Path, viterbi
 from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count, check_rows
-from .data import Array, Conditions, Data, Rows, Sequences, as_tensor
+from .data import Array, Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Emission
 from .hmm_reading import expected_data, mean_of, permute, permute_units
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
@@ -145,7 +144,9 @@ class HMM(ChainModel):
         observed: Rows = None,
         *,
         transitions: Literal["sum", "full"] | None = None,
-        **conditions: Unpack[Conditions],
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
     ) -> Marginals:
         """The posterior marginals of states, and those of transitions: see `logchain.marginals`.
 
@@ -167,7 +168,7 @@ class HMM(ChainModel):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        sequences, chain = self._chain_of(data, observed, **conditions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         result = self._posterior(chain, transitions)
         moves: Any = result.transitions
         if transitions == "full" and sequences.is_list and chain.cu_seqlens is not None:
@@ -177,7 +178,9 @@ class HMM(ChainModel):
             moves = [moves[first:end] if dense else moves.between(first, end) for first, end in steps]
         return result._replace(states=sequences.in_layout(result.states), transitions=moves)
 
-    def decode(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Path:
+    def decode(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
         Returns:
@@ -188,12 +191,14 @@ class HMM(ChainModel):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        sequences, chain = self._chain_of(data, observed, **conditions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         path = viterbi(**chain._asdict())
         return path._replace(states=sequences.in_layout(self._of_steps(path.states, chain)))
 
     @torch.no_grad()
-    def filter(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> FilteredStates:
+    def filter(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> FilteredStates:
         """The posterior of each state given the data up to it, and the log-likelihood of each step given the past.
 
         Returns:
@@ -210,7 +215,7 @@ class HMM(ChainModel):
         >>> torch.isclose(filtered.log_likelihoods.sum(), hmm.log_prob(data))
         tensor(True)
         """
-        sequences, chain = self._chain_of(data, observed, **conditions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
         totals = forward.logsumexp(-1)  # log p(data up to each step)
         before = totals.roll(1, -1)
@@ -232,7 +237,9 @@ class HMM(ChainModel):
         observed: Rows = None,
         *,
         future_covariates: Rows = None,
-        **conditions: Unpack[Conditions],
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
     ) -> Forecast:
         """The probabilities of the states at the steps after the last one, and the mean of the data there.
 
@@ -254,7 +261,7 @@ class HMM(ChainModel):
                 [0.1800, 0.8200]]), tensor([45.1000, 41.2000]))
         """
         check_count("num_steps", num_steps)
-        sequences, chain = self._chain_of(data, observed, **conditions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         shares = sequences.last(filtered(**chain._asdict()).states)  # (*B, c)
         future = None
         if future_covariates is not None:
@@ -275,7 +282,9 @@ class HMM(ChainModel):
         return Forecast(result, mean_of(self.emission, result, future))
 
     @torch.no_grad()
-    def impute(self, data: Data, observed: Rows = None, **conditions: Unpack[Conditions]) -> Any:
+    def impute(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Any:
         """The data, with what is missing replaced by its expectation conditional on all that is observed.
 
         Where data have finitely many values, such as categories, it is replaced by the most probable one.
@@ -293,7 +302,7 @@ class HMM(ChainModel):
         tensor([0., 1., 2.])
         """
         emission = self._known_emission("impute from")
-        sequences, chain = self._chain_of(data, observed, **conditions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         values, known = emission.known(sequences.data, sequences.known)
         if known is None:
             return sequences.in_layout(values)
@@ -308,7 +317,9 @@ class HMM(ChainModel):
         observed: Rows = None,
         *,
         generator: Generator | None = None,
-        **conditions: Unpack[Conditions],
+        lengths: Ends = None,
+        covariates: Rows = None,
+        states: Rows = None,
     ) -> Any:
         """Independent draws of `num_samples` paths of states of each sequence, given the data: see `logchain.sample`.
 
@@ -321,7 +332,7 @@ class HMM(ChainModel):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        sequences, chain = self._chain_of(data, observed, **conditions)
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
         paths = draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
         return sequences.in_layout(self._of_steps(paths, chain), 1)
 
@@ -436,9 +447,9 @@ class HMM(ChainModel):
         """Whether the transition is a module of trained probabilities, which takes no covariates."""
         return isinstance(self.transition, Transitions)
 
-    def _chain_of(self, *arguments: Any, **conditions: Any) -> tuple[Sequences, ChainArguments]:
+    def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
         """The checked arguments of a method, and their chain."""
-        sequences = self._sequences(*arguments, **conditions)
+        sequences = self._sequences(*arguments)
         x = potentials(self.emission, self.num_states, sequences)
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(sequences.data.shape)}")

@@ -245,7 +245,7 @@ class LinearChainCRF(nn.Module):
         >>> crf(torch.zeros(1, 3, 2), torch.tensor([[-1, -1, -1]])).exp().detach()  # of all taggings
         tensor(1.)
         """
-        return self._log_likelihood(emissions, tags, mask, reduction, cu_seqlens=cu_seqlens, partial=partial)
+        return self._log_likelihood(emissions, tags, mask, reduction, cu_seqlens, partial)
 
     @torch.no_grad()
     def decode(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> list[list[int]]:
@@ -320,10 +320,9 @@ class LinearChainCRF(nn.Module):
         tags: Tensor,
         mask: Steps,
         reduction: str,
+        cu_seqlens: Steps,
+        partial: bool,
         begins: Steps = None,
-        *,
-        cu_seqlens: Steps = None,
-        partial: bool = False,
     ) -> Tensor:
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         check_flag("partial", partial)

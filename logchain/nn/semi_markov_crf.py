@@ -1,6 +1,6 @@
 """The semi-Markov conditional random field: segments of one tag each, whose durations have log-weights."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ class SemiMarkovCRF(LinearChainCRF):
         num_tags: number of tags, c.
         max_duration: the largest number of steps of a segment, D.
         batch_first: see `LinearChainCRF`.
-        **options: those of `LinearChainCRF`; `allowed_transitions` are those between segments.
+        strict_mask, allowed_starts, allowed_ends: see `LinearChainCRF`.
+        allowed_transitions: see `LinearChainCRF`; those between segments.
 
     Attributes:
         start_transitions, end_transitions: log-weights of the first and of the last segment's tag `[c]`, nats.
@@ -68,9 +69,26 @@ class SemiMarkovCRF(LinearChainCRF):
     tensor([0.0000, 0.5630, 0.2071])
     """
 
-    def __init__(self, num_tags: int, max_duration: int, batch_first: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        num_tags: int,
+        max_duration: int,
+        batch_first: bool = False,
+        *,
+        strict_mask: bool = True,
+        allowed_transitions: Tensor | None = None,
+        allowed_starts: Tensor | None = None,
+        allowed_ends: Tensor | None = None,
+    ) -> None:
         check_count("max_duration", max_duration)
-        super().__init__(num_tags, batch_first, **options)
+        super().__init__(
+            num_tags,
+            batch_first,
+            strict_mask=strict_mask,
+            allowed_transitions=allowed_transitions,
+            allowed_starts=allowed_starts,
+            allowed_ends=allowed_ends,
+        )
         self.max_duration = max_duration
         self.durations = nn.Parameter(torch.empty(num_tags, max_duration).uniform_(-0.1, 0.1))
 
@@ -86,8 +104,9 @@ class SemiMarkovCRF(LinearChainCRF):
         mask: Steps = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
         *,
+        cu_seqlens: Steps = None,
+        partial: bool = False,
         begins: Steps = None,
-        **options: Any,
     ) -> Tensor:
         """The log-likelihood of a segmentation; its negative is the training loss.
 
@@ -102,7 +121,7 @@ class SemiMarkovCRF(LinearChainCRF):
         """
         if begins is not None:
             check_mask("begins", begins, emissions)
-        return self._log_likelihood(emissions, tags, mask, reduction, begins, **options)
+        return self._log_likelihood(emissions, tags, mask, reduction, cu_seqlens, partial, begins)
 
     @torch.no_grad()
     def decode_segments(
