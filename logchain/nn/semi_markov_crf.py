@@ -29,8 +29,10 @@ class SemiMarkovCRF(LinearChainCRF):
         num_tags: number of tags, c.
         max_duration: the largest number of steps of a segment, D.
         batch_first: see `LinearChainCRF`.
-        strict_mask, allowed_starts, allowed_ends: see `LinearChainCRF`.
+        strict_mask: see `LinearChainCRF`.
         allowed_transitions: see `LinearChainCRF`; those between segments.
+        allowed_starts: see `LinearChainCRF`.
+        allowed_ends: see `LinearChainCRF`.
 
     Attributes:
         start_transitions, end_transitions: log-weights of the first and of the last segment's tag `[c]`, nats.
