@@ -281,14 +281,12 @@ def backward(
             by_operand = needs[0], needs[2], needs[1]
             x, bulk, p0 = operators.backward(operands, Saved(*saved), weight, by_operand, by_log=by_log)
             return x, p0, bulk
-        gradients, used = None, weight != 0
+        gradients: Gradients | None = None
         if len(saved) > 2:
             gradients = operands.in_c("backward", saved, weight, needs, by_log)
-        chosen = _chosen(used if gradients is None else used & saved[1])
-        if gradients is None and len(chosen) == used.numel():
-            return gradients_in_logarithms(operands, weight, by_log=by_log)
         if gradients is None:
-            gradients = tuple(one.new_zeros(one.shape, dtype=operands.dtype) for one in operands.tensors)
+            return gradients_in_logarithms(operands, weight, by_log=by_log)
+        chosen = _chosen(saved[1] & (weight != 0))
         if len(chosen):
             part = operands.selected(chosen)
             more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)

@@ -18,7 +18,7 @@ from .scan import Message, forward_messages
 def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
     """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
     dtype, v = operands.dtype, operands.x.shape[-2]
-    operands = operands.detached()
+    operands = _without(operands, weight == 0)
     if by_log and not operands.log_params:
         x, p0, *weights = operands.tensors
         logs = [log_weights(one, False, torch.float64) for one in (p0, *weights)]
@@ -65,3 +65,17 @@ def _add_piece(
     for total, gradient in zip(into.tensors, gradients, strict=False):
         total += gradient
     return None if message is None else gradients[-1]
+
+
+def _without(operands: Operands, unused: Tensor) -> Operands:
+    """Operands with weights of 1 in sequences [*B] that are not used, whose values may be NaN."""
+
+    def of(tensor: Tensor, one: float) -> Tensor:
+        axes = unused.dim()
+        shared = [axis for axis in range(axes) if tensor.shape[axis] == 1]
+        mask = unused.all(shared, keepdim=True) if shared else unused
+        return tensor.masked_fill(mask.view(*mask.shape, *(1,) * (tensor.dim() - axes)), one)
+
+    x, *weights = operands.detached().tensors
+    one = 0.0 if operands.log_params else 1.0
+    return operands.of(of(x, 0.0), *(of(each, one) for each in weights))
