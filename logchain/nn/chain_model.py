@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ..chain_arguments import ChainArguments
 from ..product import product
@@ -41,7 +41,9 @@ class ChainModel(torch.nn.Module):
     stationary = False
     emission: torch.nn.Module
 
-    def __init__(self, emission: str | torch.nn.Module, units: tuple[int, ...], generator: Generator | None) -> None:
+    def __init__(
+        self, emission: str | torch.nn.Module, units: tuple[int, ...], generator: torch.Generator | None
+    ) -> None:
         super().__init__()
         check_module("emission", emission, *EMISSIONS)
         module = EMISSIONS[emission](units, generator=generator) if isinstance(emission, str) else emission
@@ -90,10 +92,10 @@ class ChainModel(torch.nn.Module):
         data: Data,
         observed: Rows = None,
         *,
-        generator: Generator | None = None,
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of data."""
         check_unsharded(self)
@@ -121,7 +123,7 @@ class ChainModel(torch.nn.Module):
         step: float | Callable[[int], float] | None = None,
         optimizer: Optimizer | None = None,
         restarts: int | None = None,
-        generator: Generator | None = None,
+        generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.

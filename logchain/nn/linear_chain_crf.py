@@ -29,9 +29,6 @@ from ..viterbi import Path, viterbi
 from .checks import check_count
 from .parameters import over
 
-# a mask of steps, or offsets of packed sequences
-Steps = Tensor | None
-
 
 class TagLayout(NamedTuple):
     """How the variables of sequences lie in the emissions; with a mask, the chain has those that count first.
@@ -218,10 +215,10 @@ class LinearChainCRF(nn.Module):
         self,
         emissions: Tensor,
         tags: Tensor,
-        mask: Steps = None,
+        mask: Tensor | None = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
         *,
-        cu_seqlens: Steps = None,
+        cu_seqlens: Tensor | None = None,
         partial: bool = False,
     ) -> Tensor:
         """The log-likelihood `log p(tags)`; its negative is the training loss.
@@ -248,7 +245,9 @@ class LinearChainCRF(nn.Module):
         return self._log_likelihood(emissions, tags, mask, reduction, cu_seqlens, partial)
 
     @torch.no_grad()
-    def decode(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> list[list[int]]:
+    def decode(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> list[list[int]]:
         """The most probable tags of each sequence as lists, without masked variables.
 
         Returns:
@@ -257,7 +256,7 @@ class LinearChainCRF(nn.Module):
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         return sequences.lists(self._tags(viterbi(**chain).states))
 
-    def viterbi(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Path:
+    def viterbi(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
 
         Returns:
@@ -269,7 +268,7 @@ class LinearChainCRF(nn.Module):
         return Path(sequences.spread(self._tags(path.states), -1), path.score)
 
     def topk(
-        self, emissions: Tensor, k: int, mask: Steps = None, *, cu_seqlens: Steps = None
+        self, emissions: Tensor, k: int, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
@@ -287,9 +286,9 @@ class LinearChainCRF(nn.Module):
         self,
         emissions: Tensor,
         num_samples: int,
-        mask: Steps = None,
+        mask: Tensor | None = None,
         *,
-        cu_seqlens: Steps = None,
+        cu_seqlens: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
@@ -301,7 +300,7 @@ class LinearChainCRF(nn.Module):
         states = sample(**chain, num_samples=num_samples, generator=generator)
         return sequences.spread(self._tags(states).movedim(0, -1), -1).movedim(-1, 0)
 
-    def marginals(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The posterior probabilities of tags: see `logchain.marginals`.
 
         Returns:
@@ -310,7 +309,9 @@ class LinearChainCRF(nn.Module):
         chain, sequences = self._chain(emissions, mask, cu_seqlens)
         return sequences.spread(marginals(**chain).states, 0.0)
 
-    def log_partition(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
+    def log_partition(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """The log-partition `log Z` `[n]` of each sequence, nats: see `logchain.product`."""
         return product(**self._chain(emissions, mask, cu_seqlens)[0])
 
@@ -318,11 +319,11 @@ class LinearChainCRF(nn.Module):
         self,
         emissions: Tensor,
         tags: Tensor,
-        mask: Steps,
+        mask: Tensor | None,
         reduction: str,
-        cu_seqlens: Steps,
+        cu_seqlens: Tensor | None,
         partial: bool,
-        begins: Steps = None,
+        begins: Tensor | None = None,
     ) -> Tensor:
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         check_flag("partial", partial)
@@ -346,7 +347,9 @@ class LinearChainCRF(nn.Module):
             counted = max(tags.numel(), 1) if sequences.inside is None else sequences.inside.sum().clamp(min=1)
         return result.sum() / counted
 
-    def _chain(self, emissions: Tensor, mask: Steps, cu_seqlens: Steps) -> tuple[dict[str, Any], TagLayout]:
+    def _chain(
+        self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[dict[str, Any], TagLayout]:
         """The arguments of functions of a chain, and how its variables lie in the emissions."""
         if is_jit_traced():
             self._refuse("torch.jit.trace")
@@ -373,7 +376,7 @@ class LinearChainCRF(nn.Module):
             chain = chain._replace(p0=torch.where(empty, torch.where(only, 0.0, -torch.inf), chain.p0))
         return {**chain._asdict(), "cu_seqlens": cu_seqlens}, sequences
 
-    def _sequences(self, emissions: Tensor, mask: Steps, cu_seqlens: Steps) -> TagLayout:
+    def _sequences(self, emissions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> TagLayout:
         """The layout of the emissions; arguments are checked, the first steps of a strict mask where they are read."""
         axes = ["total"] if cu_seqlens is not None else ["n", "v"] if self.batch_first else ["v", "n"]
         check_tensor("emissions", emissions, 2, self.transitions)

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..arguments import has_values
 from ..transitions import LINEAR, LOG, Semiring
 from .checks import check_count
-from .parameters import Generator, arithmetic, broadcast, first_draw
+from .parameters import arithmetic, broadcast, first_draw
 from .priors import Dirichlet
 
 
@@ -46,7 +46,9 @@ class LogWeights(torch.nn.Module):
     zeros: Tensor | None
     _remedy = "pass weights / weights.sum({dim}, keepdim=True)"
 
-    def __init__(self, *shape: int, dim: int = -1, prior: Dirichlet | None = None, generator: Generator = None) -> None:
+    def __init__(
+        self, *shape: int, dim: int = -1, prior: Dirichlet | None = None, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         check_count("shape", *shape, least=0)
         if not (isinstance(dim, int) and -len(shape) <= dim < 0 and shape[dim] > 0):
@@ -60,7 +62,7 @@ class LogWeights(torch.nn.Module):
         self.logits = torch.nn.Parameter(torch.empty(shape))
         first_draw(self, generator)
 
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weights again, uniformly over the simplex; those that are fixed at 0 stay."""
         with torch.no_grad():
             # drawn in float32 at least: float16 could draw 0, a weight that would stay 0

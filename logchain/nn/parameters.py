@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..arguments import check_is_tensor, has_values
 
-Generator = torch.Generator | None
-
 
 def arithmetic(parameter: Tensor) -> Tensor:
     """A parameter in float32 at least."""
@@ -64,7 +62,7 @@ def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def first_draw(module: Any, generator: Generator) -> None:
+def first_draw(module: Any, generator: torch.Generator | None) -> None:
     """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
     module.reset_parameters(generator)
     for part in module.modules():
@@ -101,7 +99,7 @@ def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def reset_parameters(
-    model: torch.nn.Module, generator: Generator = None, *, without: torch.nn.Module | None = None
+    model: torch.nn.Module, generator: torch.Generator | None = None, *, without: torch.nn.Module | None = None
 ) -> None:
     """Draw all trained parameters again, those of the module `without` excepted, by `reset_parameters` of submodules.
 
@@ -111,7 +109,9 @@ def reset_parameters(
         _reset(model, type(model).__name__, generator, without)
 
 
-def _reset(module: torch.nn.Module, name: str, generator: Generator, without: torch.nn.Module | None) -> None:
+def _reset(
+    module: torch.nn.Module, name: str, generator: torch.Generator | None, without: torch.nn.Module | None
+) -> None:
     if module is without or not any(parameter.requires_grad for parameter in module.parameters()):
         return
     reset: Any = getattr(module, "reset_parameters", None)
@@ -131,7 +131,7 @@ def _reset(module: torch.nn.Module, name: str, generator: Generator, without: to
 
 
 @contextmanager
-def seeded(generator: Generator, devices: Iterable[torch.device]) -> Iterator[None]:
+def seeded(generator: torch.Generator | None, devices: Iterable[torch.device]) -> Iterator[None]:
     """A context of global randomness that a generator seeds, without effect on later draws; None changes nothing."""
     with torch.random.fork_rng(devices=list(devices), enabled=generator is not None):
         if generator is not None:

@@ -11,7 +11,7 @@ from ..tensors import is_readable
 from ..transitions import Duration
 from ..viterbi import viterbi
 from .checks import check_count
-from .linear_chain_crf import LinearChainCRF, Steps, TagLayout, check_mask
+from .linear_chain_crf import LinearChainCRF, TagLayout, check_mask
 
 
 class SemiMarkovCRF(LinearChainCRF):
@@ -103,12 +103,12 @@ class SemiMarkovCRF(LinearChainCRF):
         self,
         emissions: Tensor,
         tags: Tensor,
-        mask: Steps = None,
+        mask: Tensor | None = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
         *,
-        cu_seqlens: Steps = None,
+        cu_seqlens: Tensor | None = None,
         partial: bool = False,
-        begins: Steps = None,
+        begins: Tensor | None = None,
     ) -> Tensor:
         """The log-likelihood of a segmentation; its negative is the training loss.
 
@@ -127,7 +127,7 @@ class SemiMarkovCRF(LinearChainCRF):
 
     @torch.no_grad()
     def decode_segments(
-        self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
     ) -> list[list[tuple[int, int, int]]]:
         """The most probable segmentation of each sequence.
 
@@ -143,12 +143,14 @@ class SemiMarkovCRF(LinearChainCRF):
             for pair in pairs
         ]
 
-    def marginals(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The posterior probabilities of tags at each step: see `LinearChainCRF.marginals`."""
         states = super().marginals(emissions, mask, cu_seqlens=cu_seqlens)
         return states.view(*states.shape[:-1], self.num_tags, -1).sum(-1)
 
-    def segment_marginals(self, emissions: Tensor, mask: Steps = None, *, cu_seqlens: Steps = None) -> Tensor:
+    def segment_marginals(
+        self, emissions: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """The posterior probability that a segment of a tag begins at a step and has a duration.
 
         Returns:

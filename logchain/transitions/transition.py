@@ -270,9 +270,9 @@ def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = N
 def look_up(values: Tensor, *index: Tensor, rest: int = 0) -> Tensor:
     """Entries `[..., *lead, *rest]` of values `[*lead or ones, *indexed, *rest]`, `rest` being a number of axes."""
     lead = values.dim() - len(index) - rest
-    fast = index[0].dim() >= lead  # then an axis of size 1 needs no index that broadcasts
+    has_axes = index[0].dim() >= lead  # then an axis of size 1 needs no index that broadcasts
     places = [
-        0 if fast and size == 1 else torch.arange(size, device=values.device).view(-1, *(1,) * (lead - 1 - axis))
+        0 if has_axes and size == 1 else torch.arange(size, device=values.device).view(-1, *(1,) * (lead - 1 - axis))
         for axis, size in enumerate(values.shape[:lead])
     ]
     return values[(*places, *index)]

@@ -8,7 +8,6 @@ from torch.distributions import constraints
 
 from ..checks import check_count
 from ..log_weights import LogWeights
-from ..parameters import Generator
 from ..priors import Dirichlet
 from .emission import Emission, Units
 
@@ -28,7 +27,7 @@ class Weighted(Emission):
         weights: Tensor = self.weights()
         return weights.detach().exp()
 
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the probabilities again, uniformly over the simplex."""
         self.weights.reset_parameters(generator)
 
@@ -59,7 +58,12 @@ class Categorical(Weighted):
     """
 
     def __init__(
-        self, units: Units, num_categories: int, *, prior: Dirichlet | None = None, generator: Generator = None
+        self,
+        units: Units,
+        num_categories: int,
+        *,
+        prior: Dirichlet | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         check_count("num_categories", num_categories)
         super().__init__(units)

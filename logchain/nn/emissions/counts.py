@@ -6,7 +6,7 @@ from torch.distributions import constraints
 
 from ..checks import check_count
 from ..log_weights import LogWeights
-from ..parameters import Generator, broadcast, first_draw
+from ..parameters import broadcast, first_draw
 from ..priors import Dirichlet, Gamma
 from .categorical import Weighted, look_up
 from .emission import Emission, Units
@@ -38,7 +38,7 @@ class Poisson(Emission):
 
     support, expected = constraints.nonnegative_integer, "counts"
 
-    def __init__(self, units: Units, *, prior: Gamma | None = None, generator: Generator = None) -> None:
+    def __init__(self, units: Units, *, prior: Gamma | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(units)
         for name, value in () if prior is None else prior.named_buffers():
             broadcast(f"prior.{name}", value, torch.Size(self.units))
@@ -56,7 +56,7 @@ class Poisson(Emission):
         return torch.distributions.Poisson(self.log_rates[at].double().exp(), validate_args=False)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the logarithms of the rates again, standard normal."""
         self.log_rates.normal_(generator=generator)
 
@@ -126,7 +126,12 @@ class Binomial(Weighted):
     """
 
     def __init__(
-        self, units: Units, total_count: int, *, prior: Dirichlet | None = None, generator: Generator = None
+        self,
+        units: Units,
+        total_count: int,
+        *,
+        prior: Dirichlet | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         check_count("total_count", total_count, least=0)
         super().__init__(units)
@@ -191,7 +196,9 @@ class Bernoulli(Binomial):
             [0.7500, 0.0000]], grad_fn=<ExpBackward0>)
     """
 
-    def __init__(self, units: Units, *, prior: Dirichlet | None = None, generator: Generator = None) -> None:
+    def __init__(
+        self, units: Units, *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__(units, 1, prior=prior, generator=generator)
 
 
@@ -228,7 +235,7 @@ class Multinomial(Weighted):
         total_count: int = 1,
         *,
         prior: Dirichlet | None = None,
-        generator: Generator = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         check_count("total_count", total_count)
         check_count("num_categories", num_categories)

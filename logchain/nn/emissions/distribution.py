@@ -12,7 +12,7 @@ from torch.distributions.transforms import LowerCholeskyTransform, PositiveDefin
 
 from ...arguments import check_has_values
 from ..checks import check_number
-from ..parameters import Generator, arithmetic, broadcast, first_draw
+from ..parameters import arithmetic, broadcast, first_draw
 from .emission import Emission, Units
 
 
@@ -59,7 +59,7 @@ class Distribution(Emission):
         *,
         limits: Mapping[str, Any] | None = None,
         spread: float = 0.1,
-        generator: Generator = None,
+        generator: torch.Generator | None = None,
         **initial: Any,
     ) -> None:
         super().__init__(units)
@@ -116,7 +116,7 @@ class Distribution(Emission):
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Set the parameters to the initial values, with new noise."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)

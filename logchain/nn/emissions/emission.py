@@ -11,7 +11,7 @@ from ...tensors import is_readable
 from ..checks import check_count, check_mask
 from ..em import em_step
 from ..lbfgs import maximize_by_lbfgs
-from ..parameters import Generator, arithmetic, seeded
+from ..parameters import arithmetic, seeded
 from .linear import by_group
 
 Units = int | tuple[int, ...]
@@ -163,12 +163,17 @@ class Emission(torch.nn.Module):
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
         return data
 
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters again, without regard to data."""
         raise NotImplementedError
 
     def initialize(
-        self, data: Tensor, observed: Tensor | None = None, *, generator: Generator = None, **covariates: Tensor
+        self,
+        data: Tensor,
+        observed: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        **covariates: Tensor,
     ) -> None:
         """Draw the parameters again, in the range of the data: by clusters about observations far from each other.
 
@@ -184,14 +189,19 @@ class Emission(torch.nn.Module):
         """
         self.start(*self.known(data, observed), generator, **covariates)
 
-    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+    ) -> None:
         """`initialize` for data and mask of `known`."""
         self.reset_parameters(generator)
         self.fit_clusters(data, known, generator, **covariates)
 
-    def fit_clusters(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
+    def fit_clusters(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+    ) -> None:
         """Fit each unit mostly to the observations that are nearest to one of them."""
-        nearest, c = self.seeds(data, known, generator)[3], self.units[-1]  # (g, n)
+        *_, nearest = self.seeds(data, known, generator)  # (g, n)
+        c = self.units[-1]
         noise = torch.rand(len(nearest), c, c, dtype=torch.float64, device=data.device, generator=generator)
         # random shares of the other clusters make units differ whose seeds are the same
         shares = torch.eye(c, dtype=torch.float64, device=data.device) + noise / 2
@@ -200,7 +210,9 @@ class Emission(torch.nn.Module):
         # most of the way, so that no probability becomes 0 because the data lack a value
         em_step(self, [lambda: (weights * self(data, known, **covariates)).sum()], 0.9)
 
-    def seeds(self, data: Tensor, known: Tensor | None, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def seeds(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One observation for each unit, drawn in proportion to its squared distance from those drawn before.
 
         Data and mask are those of `known`. Events have d entries (1 for numbers); missing ones become the mean.
@@ -282,7 +294,7 @@ class Emission(torch.nn.Module):
             parameter.copy_(torch.lerp(old, parameter, step))
 
     @torch.no_grad()
-    def draw(self, states: Tensor, generator: Generator = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states, int64 `[..., *U]`.
 
         The generator draws the seed, since torch's distributions take no generator.

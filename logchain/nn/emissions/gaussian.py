@@ -12,7 +12,7 @@ from torch.distributions.constraints import Constraint
 from ...arguments import check_choice
 from ...tensors import is_readable
 from ..checks import check_count
-from ..parameters import Generator, broadcast, first_draw
+from ..parameters import broadcast, first_draw
 from ..priors import NormalInverseWishart
 from .emission import Emission, Units
 from .linear import by_group, groups_of, linear_log_density, weighted_sums
@@ -214,7 +214,7 @@ class Gaussian(Covariances):
         covariance: str = "diag",
         *,
         prior: NormalInverseWishart | None = None,
-        generator: Generator = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(units, num_features, covariance)
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
@@ -224,13 +224,15 @@ class Gaussian(Covariances):
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the means again, standard normal; the variances are 1."""
         self.means.normal_(generator=generator)
         self._parameter.zero_()
 
     @torch.no_grad()
-    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+    ) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior."""
         places, variance, counts, _ = self.seeds(data, known, generator)
         counts = counts.unflatten(-1, self._blocks)  # (*U, 1, b, e)

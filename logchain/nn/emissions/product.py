@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parameters import Generator
 from .emission import Emission
 
 
@@ -53,12 +52,14 @@ class Product(Emission):
             "distribution: expected one of the families of the Product, whose distributions are separate"
         )
 
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters of all families again."""
         for family in self.families:
             family.reset_parameters(generator)
 
-    def start(self, data: Tensor, known: Tensor | None, generator: Generator, **covariates: Tensor) -> None:
+    def start(
+        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+    ) -> None:
         """Initialize all families, by clusters of whole vectors."""
         for family, part, mask in self._parts(data, known):
             family.initialize(part, mask, generator=generator)
@@ -73,7 +74,7 @@ class Product(Emission):
         """Data filled as each of the families does."""
         return self._joined([family.fill(part, mask) for family, part, mask in self._parts(data, known)])
 
-    def draw(self, states: Tensor, generator: Generator = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states `[..., *U, d]`, a floating tensor: see `Emission.draw`."""
         return self._joined([family.draw(states, generator).to(self.dtype) for family in self.families])
 

@@ -6,7 +6,7 @@ from torch.distributions import Distribution
 
 from ...arguments import check_is_tensor
 from ..checks import check_count
-from ..parameters import Generator, broadcast, first_draw
+from ..parameters import broadcast, first_draw
 from .gaussian import Covariances, cholesky
 
 
@@ -53,7 +53,7 @@ class LinearGaussian(Covariances):
         covariance: str = "diag",
         *,
         bias: bool = True,
-        generator: Generator = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         check_count("units", units)
         check_count("num_covariates", num_covariates)
@@ -63,7 +63,7 @@ class LinearGaussian(Covariances):
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: Generator = None) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the coefficients again, standard normal; the variances are 1."""
         self.weights.normal_(generator=generator)
         if self.bias is not None:
