@@ -519,7 +519,7 @@ MUTANTS = [
     Mutant("crf holes not joined", "logchain/nn/linear_chain_crf.py",
            "torch.where(inside, steps, steps + inside.shape[1])", "torch.where(inside, steps + inside.shape[1], steps)",
            "tests/nn/test_crf.py -k likelihood"),
-    Mutant("packed crf rows have no end transition", "logchain/nn/linear_chain_crf.py",
+    Mutant("packed crf rows have no end transition", "logchain/nn/tag_layout.py",
            "return torch.isin(counts, self.cu_seqlens.to(device))", "return counts < 0",
            "tests/nn/test_crf.py -k packed"),
     Mutant("crf constraints are ignored", "logchain/nn/linear_chain_crf.py",

@@ -11,7 +11,8 @@ from ..tensors import is_readable
 from ..transitions import Duration
 from ..viterbi import viterbi
 from .checks import check_count
-from .linear_chain_crf import LinearChainCRF, TagLayout, check_mask
+from .linear_chain_crf import LinearChainCRF
+from .tag_layout import TagLayout, check_mask
 
 
 class SemiMarkovCRF(LinearChainCRF):
