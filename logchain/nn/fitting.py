@@ -67,11 +67,12 @@ class Fit(NamedTuple):
         """A report of two lines, or of three for several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
-        report = (
-            f"log-posterior {self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start; "
-            f"log-likelihood {self.log_likelihood:.2f}\n"
-            f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}"
-        )
+        report = f"{self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start"
+        if self.log_posterior == self.log_likelihood:
+            report = f"log-likelihood {report}"
+        else:
+            report = f"log-posterior {report}; log-likelihood {self.log_likelihood:.2f}"
+        report += f"\n{end} in {self.iterations} iterations, the last of which gained {last:.3g}"
         if len(self.starts) + self.num_failed == 1:
             return report
         starts = ", ".join(f"{start:.4f}" for start in self.starts)
