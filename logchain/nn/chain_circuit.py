@@ -12,10 +12,11 @@ from ..product import product
 from ..sample import sample
 from ..transitions import Transition
 from ..viterbi import viterbi
-from .chain_model import ChainModel, Sample, check_module
+from .chain_model import ChainModel, Sample, check_module, check_possible
 from .checks import check_count, check_last_axes
 from .data import Data, Ends, Rows, Sequences
 from .emissions import Emission
+from .expectations import mixed
 from .log_weights import LogWeights
 from .transitions import Transitions
 
@@ -146,11 +147,7 @@ class ChainCircuit(ChainModel):
                  [0., 1.],
                  [1., 0.]]])
         """
-        chain = self.arguments(data, observed, lengths=lengths)
-        with torch.enable_grad():
-            x = chain.x.detach().requires_grad_()
-            log_norm = self._log_norm(chain._replace(x=x))
-            return Marginals(torch.autograd.grad(log_norm.sum(), x)[0], None, log_norm.detach())
+        return self._posterior(self.arguments(data, observed, lengths=lengths))
 
     @torch.no_grad()
     def conditionals(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Tensor:
@@ -163,39 +160,13 @@ class ChainCircuit(ChainModel):
             TypeError: the variables have infinitely many values.
             ValueError: the data are impossible.
         """
-        sequences = self._sequences(data, observed, lengths)
-        probabilities = self._expectations(sequences, self.emission.log_probabilities().exp())
+        sequences, chain = self._chain_of(data, observed, lengths)
+        posterior = self._posterior(chain)
+        check_possible(posterior.log_norm)
+        probabilities = mixed(self.emission, posterior.states, self.emission.log_probabilities().exp())
         values, known = self._known(sequences)
         hits = values[..., None] == torch.arange(probabilities.shape[-1], device=values.device)
         return torch.where(known[..., None], hits.to(probabilities), probabilities)
-
-    @torch.no_grad()
-    def impute(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Tensor:
-        """The data, with each missing variable replaced by its expectation, or by the most probable of K values.
-
-        Returns:
-            `[*B, v, *event]`.
-
-        Raises:
-            NotImplementedError: the emission has no means.
-            ValueError: the data are impossible, or an event is observed in part.
-
-        >>> circuit = ChainCircuit(2, 2, emission="gaussian")
-        >>> circuit.emission.set(torch.tensor([0.0, 10.0]), torch.ones(2))
-        >>> circuit.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-        >>> circuit.impute(torch.tensor([10.0, torch.nan])).round()
-        tensor([10.,  8.])
-        """
-        sequences: Any = self._sequences(data, observed, lengths)
-        values, known = self._known(sequences)
-        if self.emission.num_values is not None:
-            return torch.where(known, values, self.conditionals(sequences).argmax(-1))
-        self._check_whole(known)
-        means = self.emission.distribution().mean
-        if bool(means.isnan().any()):
-            raise NotImplementedError(f"impute: expected an emission with means, got {self.emission}")
-        best = self._expectations(sequences, means.reshape(*self.emission.units, -1))
-        return torch.where(known, values, best.view(values.shape))
 
     @torch.no_grad()
     def decode(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Completion:
@@ -219,13 +190,14 @@ class ChainCircuit(ChainModel):
         """
         sequences, chain = self._chain_of(data, observed, lengths)
         values, known = self._known(sequences)
-        self._check_whole(known)
+        if self.emission.event and bool((known != known[..., :1]).any()):
+            raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
         modes, best = self.emission.mode()  # (t, v, c, *event), (t, v, c)
         whole = known.all(-1) if self.emission.event else known
         x = torch.where(whole[..., None, :, None], chain.x, best.to(chain.x))
         path = viterbi(x, chain.bulk, chain.p0)
         score, repetition = (path.score + self.mixing()).max(-1)
-        _check_possible(score)
+        check_possible(score)
         states = _of_repetition(path.states, repetition, 0)
         variables = torch.arange(states.shape[-1], device=states.device)
         completed = torch.where(known, values, modes[repetition[..., None], variables, states])
@@ -298,11 +270,11 @@ class ChainCircuit(ChainModel):
         # a copy: a view would lose the hooks that FSDP2 puts on what `forward` returns
         return mixed.to(chain.x.dtype, copy=True)
 
-    def _expectations(self, sequences: Any, values: Tensor) -> Tensor:
-        """Sums `[*B, v, k]` of values `[t, v, c, k]`, weighted by their posteriors."""
-        posterior = self.posterior(sequences)
-        _check_possible(posterior.log_norm)
-        return torch.einsum("...tvc,tvck->...vk", posterior.states, values.to(posterior.states))
+    def _posterior(self, chain: ChainArguments) -> Marginals:
+        with torch.enable_grad():
+            x = chain.x.detach().requires_grad_()
+            log_norm = self._log_norm(chain._replace(x=x))
+            return Marginals(torch.autograd.grad(log_norm.sum(), x)[0], None, log_norm.detach())
 
     def _event_axes(self) -> int:
         return len(self.emission.event)
@@ -324,14 +296,10 @@ class ChainCircuit(ChainModel):
         known = torch.ones_like(filled, dtype=torch.bool) if known is None else known
         return filled.squeeze(axis), known.squeeze(axis)
 
-    def _check_whole(self, known: Tensor) -> None:
-        if self.emission.event and bool((known != known[..., :1]).any()):
-            raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
-
     def _draw(self, chain: ChainArguments, num_samples: int, generator: Generator | None) -> Sample:
         check_count("num_samples", num_samples)
         joint = _components(chain) + self.mixing()  # (*B, t)
-        _check_possible(joint.amax(-1))
+        check_possible(joint.amax(-1))
         shares = torch.softmax(joint, -1).reshape(-1, joint.shape[-1])
         drawn = torch.multinomial(shares, num_samples, replacement=True, generator=generator)
         repetition = drawn.T.reshape(num_samples, *joint.shape[:-1])
@@ -348,12 +316,6 @@ def _components(chain: ChainArguments) -> Tensor:
     # a variable with -inf alone is not shifted
     top = torch.where(top == -torch.inf, 0.0, top)
     return product(chain.x - top, chain.bulk, chain.p0).double() + top.double().sum((-2, -1))
-
-
-def _check_possible(log_prob: Tensor) -> None:
-    impossible = log_prob == -torch.inf
-    if bool(impossible.any()):
-        raise ValueError(f"data: expected what is possible, got log-probability -inf {int(impossible.sum())} times")
 
 
 def _of_repetition(values: Tensor, repetition: Tensor, event: int) -> Tensor:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..chain_arguments import ChainArguments
+from ..marginals import Marginals
 from ..product import product
 from .checks import check_unsharded
 from .data import Array, Data, Ends, Rows, Sequences
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
+from .expectations import expected_data
 from .fitting import Fit, Optimizer, fit
 from .parameters import frozen, reset_parameters
 
@@ -85,6 +87,38 @@ class ChainModel(torch.nn.Module):
 
     # wrappers such as DistributedDataParallel call `forward`
     forward = log_prob
+
+    @torch.no_grad()
+    def impute(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Any:
+        """The data, with what is missing replaced by its expectation conditional on all that is observed.
+
+        Where data have finitely many values, such as categories, it is replaced by the most probable one.
+
+        Returns:
+            The data in their layout, 0 past the end in an `HMM`.
+
+        Raises:
+            NotImplementedError: the emission has no means, or none conditional on a part of a vector.
+            ValueError: the data are impossible.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0])).round()
+        tensor([0., 1., 2.])
+        """
+        emission = self._known_emission("impute from")
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        values, known = emission.known(*self._observations(sequences))
+        if known is not None:
+            posterior = self._posterior(chain)
+            check_possible(posterior.log_norm)
+            best = expected_data(emission, values, known, posterior.states, sequences.covariates)
+            values = torch.where(known, values, best.reshape(values.shape))
+        return sequences.in_layout(values.reshape(sequences.data.shape))
 
     @torch.no_grad()
     def initialize(
@@ -185,6 +219,15 @@ class ChainModel(torch.nn.Module):
         """The checked arguments of a method, and their chain."""
         raise NotImplementedError
 
+    def _posterior(self, chain: ChainArguments) -> Marginals:
+        """The posterior marginals of states."""
+        raise NotImplementedError
+
+    def _known_emission(self, purpose: str) -> Emission:
+        if not isinstance(self.emission, Emission):
+            raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
+        return self.emission
+
     @torch.no_grad()
     def _batched(self, sequences: Sequences) -> Sequences:
         """The same with a batch axis; of a module that does not say its event, the likelihoods say if there is one."""
@@ -223,6 +266,13 @@ def check_module(name: str, value: object, *choices: str | None) -> None:
         expected = " or ".join([*map(repr, choices), "a torch.nn.Module"])
         remedy = "; pass Transitions(matrix)" if name == "transition" and hasattr(value, "__array__") else ""
         raise kind(f"{name}: expected {expected}, got {got}{remedy}")
+
+
+def check_possible(log_prob: Tensor) -> None:
+    """Check that no log-probability is -inf."""
+    impossible = log_prob == -torch.inf
+    if bool(impossible.any()):
+        raise ValueError(f"data: expected what is possible, got log-probability -inf {int(impossible.sum())} times")
 
 
 def emission_options(emission: Emission, covariates: Tensor | None) -> dict[str, Any]:

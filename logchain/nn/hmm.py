@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Generator, Tensor
@@ -10,7 +10,6 @@ from torch import Generator, Tensor
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
 from ..filtered import filtered
-from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
@@ -20,37 +19,13 @@ from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count, check_rows
 from .data import Array, Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Emission
-from .hmm_reading import expected_data, mean_of, permute, permute_units
+from .expectations import FilteredStates, Forecast, filtered_states, forecast_states, mean_of
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
 from .hmmlearn_models import emission_of, float64
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
+from .state_order import permute_states
 from .transitions import Transitions
-
-
-class FilteredStates(NamedTuple):
-    """Results of `HMM.filter`, in the layout of the data.
-
-    Attributes:
-        states: `p(z_i | data_0, ..., data_i)` `[*B, v, c]`, 0 past the end and where the data are impossible.
-        log_likelihoods: `log p(data_i | data_0, ..., data_{i-1})` `[*B, v]` in nats, 0 past the end; their sum over
-            steps is the log-likelihood of the sequence.
-    """
-
-    states: Any
-    log_likelihoods: Any
-
-
-class Forecast(NamedTuple):
-    """Results of `HMM.forecast`, for the steps after the last one.
-
-    Attributes:
-        states: their probabilities `[*B, num_steps, c]`.
-        mean: that of the data `[*B, num_steps, *event]`; None if the distribution of the emission has none.
-    """
-
-    states: Tensor
-    mean: Tensor | None
 
 
 class HMM(ChainModel):
@@ -216,18 +191,9 @@ class HMM(ChainModel):
         tensor(True)
         """
         sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
-        forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
-        totals = forward.logsumexp(-1)  # log p(data up to each step)
-        before = totals.roll(1, -1)
-        before[..., 0 if chain.cu_seqlens is None else chain.cu_seqlens[:-1]] = 0
-        impossible = totals == -torch.inf  # or past the end
-        steps = torch.where(impossible, totals, totals - before)
-        if chain.lengths is not None:
-            past = torch.arange(steps.shape[-1], device=steps.device) >= chain.lengths[..., None]
-            steps = steps.masked_fill(past, 0)
-        posterior = self._of_states((forward - totals[..., None]).exp()).masked_fill(impossible[..., None], 0)
-        dtype = chain.x.dtype
-        return FilteredStates(sequences.in_layout(posterior.to(dtype)), sequences.in_layout(steps.to(dtype)))
+        filtered, dtype = filtered_states(chain), chain.x.dtype
+        results = self._of_states(filtered.states), filtered.log_likelihoods
+        return FilteredStates(*(sequences.in_layout(result.to(dtype)) for result in results))
 
     @torch.no_grad()
     def forecast(
@@ -274,40 +240,9 @@ class HMM(ChainModel):
         if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
             expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
             raise ValueError(f"transition: expected {expected}, got {list(matrices.shape)}")
-        steps = []
-        for matrix in matrices.expand(*matrices.shape[:-3], num_steps, -1, -1).unbind(-3):
-            shares = (shares[..., None, :].to(matrix) @ matrix)[..., 0, :]
-            steps.append(shares)
-        result = self._of_states(torch.stack(steps, -2))
+        matrices = matrices.expand(*matrices.shape[:-3], num_steps, -1, -1)
+        result = self._of_states(forecast_states(shares, matrices))
         return Forecast(result, mean_of(self.emission, result, future))
-
-    @torch.no_grad()
-    def impute(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Any:
-        """The data, with what is missing replaced by its expectation conditional on all that is observed.
-
-        Where data have finitely many values, such as categories, it is replaced by the most probable one.
-
-        Returns:
-            The data in their layout, 0 past the end.
-
-        Raises:
-            NotImplementedError: the emission has no means, or none conditional on a part of a vector.
-
-        >>> hmm = HMM(2, "poisson")
-        >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
-        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0])).round()
-        tensor([0., 1., 2.])
-        """
-        emission = self._known_emission("impute from")
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
-        values, known = emission.known(sequences.data, sequences.known)
-        if known is None:
-            return sequences.in_layout(values)
-        best = expected_data(emission, values, known, self._posterior(chain).states, sequences.covariates)
-        return sequences.in_layout(torch.where(known, values, best))
 
     @torch.no_grad()
     def sample_posterior(
@@ -382,8 +317,8 @@ class HMM(ChainModel):
             by: numbers `[c]`, a tensor, an array or a list, or a function of the model that returns them.
 
         Raises:
-            TypeError: transitions are not dense or depend on covariates, or a part is a user's module.
-            ValueError: there are not c numbers, one is NaN, or a prior of the emission has tensors.
+            TypeError: transitions are neither dense nor `Durations`, or a part is a user's module.
+            ValueError: there are not c numbers, one is NaN, or a prior of the emission or of durations has tensors.
 
         >>> hmm = HMM(2, "gaussian")
         >>> hmm.emission.set(torch.tensor([5.0, 1.0]), torch.ones(2))
@@ -397,15 +332,12 @@ class HMM(ChainModel):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
         if bool(numbers.isnan().any()):
             raise ValueError(f"by: expected numbers, got nan of state {int(numbers.isnan().int().argmax())}")
-        if not (self._is_trained and isinstance(self._log_transitions(None), Dense)):
-            raise TypeError(f"transition: expected a dense matrix that is trained, got {self.transition}")
+        if not (self._is_trained and isinstance(self._log_transitions(None), Dense | Duration)):
+            expected = "a dense matrix or durations that are trained"
+            raise TypeError(f"transition: expected {expected}, got {self.transition}")
         if not isinstance(self.initial, LogWeights | None):
             raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
-        order = torch.argsort(numbers, stable=True)
-        permute_units(emission, order)
-        for part, axes in ((self.initial, (-1,)), (self.transition, (-1, -2))):
-            for tensor in () if part is None else (*part.parameters(), *part.buffers()):
-                permute(tensor, order, *axes)
+        permute_states(emission, self.initial, self.transition, torch.argsort(numbers, stable=True))
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
@@ -436,11 +368,6 @@ class HMM(ChainModel):
     def extra_repr(self) -> str:
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
-
-    def _known_emission(self, purpose: str) -> Emission:
-        if not isinstance(self.emission, Emission):
-            raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
-        return self.emission
 
     @property
     def _is_trained(self) -> bool:
