@@ -9,9 +9,9 @@ from torch import Tensor
 from ..arguments import check_choice, check_flag
 from ..transitions import Duration
 from .checks import check_count
+from .em import maximize_by_lbfgs
 from .emissions.distribution import Distribution
 from .emissions.emission import Emission
-from .lbfgs import maximize_by_lbfgs
 from .log_weights import LogWeights
 from .parameters import first_draw
 from .priors import Dirichlet

@@ -1,20 +1,19 @@
-"""Expectation maximization of modules whose parts have maximum-likelihood parameters in closed form."""
+"""Expectation maximization: a step of all parts of a model, and L-BFGS for parts without a closed form."""
 
+import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import check_differentiable, check_step
-from .parameters import frozen
+from .parameters import arithmetic, frozen
 
 
 def trained_parts(model: torch.nn.Module) -> list[Any]:
-    """The modules of a model that expectation maximization fits: the outermost of which a parameter is trained.
-
-    What is inside a part is fitted by the part.
-    """
+    """The outermost modules with trained parameters that have a maximization step, which fits what is inside them."""
     if callable(getattr(model, "statistics", None)):
         return [model] if any(parameter.requires_grad for parameter in model.parameters()) else []
     parts = (part for child in model.children() for part in trained_parts(child))
@@ -82,3 +81,39 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
         for part, statistics in sums.items():
             part.maximize(statistics, step)
     return sum(totals[1:], totals[0])
+
+
+def maximize_by_lbfgs(parameters: list[torch.nn.Parameter], objective: Callable[[], Tensor], iterations: int) -> None:
+    """Set parameters, in place, to the best that L-BFGS visits from the present ones, in float32 at least.
+
+    Where one is NaN, or the objective is not finite or raises a ValueError, the line search takes a shorter step.
+    """
+    stored = [parameter.data for parameter in parameters]
+    best, values = math.inf, [data.clone() for data in stored]
+    for parameter in parameters:
+        parameter.data = arithmetic(parameter.data)
+    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
+
+    def loss_of_parameters() -> Tensor:
+        nonlocal best, values
+        optimizer.zero_grad()
+        loss = torch.tensor(math.inf)
+        with nullcontext() if best == math.inf else suppress(ValueError):
+            if not any(bool(parameter.isnan().any()) for parameter in parameters):
+                loss = -objective()
+        if not loss.isfinite():  # the line search needs a number, more than the least so far
+            return loss.new_tensor(best + 1 + abs(best))
+        if loss < best:
+            best, values = loss.item(), [parameter.detach().clone() for parameter in parameters]
+        loss.backward()
+        return loss
+
+    try:
+        with suppress(ZeroDivisionError):  # of torch, where a line search has no interval left
+            optimizer.step(loss_of_parameters)
+    finally:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, data, value in zip(parameters, stored, values, strict=True):
+                parameter.data = data
+                parameter.copy_(value)

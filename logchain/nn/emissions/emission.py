@@ -9,8 +9,7 @@ from torch import Tensor
 from ...arguments import check_device, check_has_values, check_is_tensor
 from ...tensors import is_readable
 from ..checks import check_count, check_mask
-from ..em import em_step
-from ..lbfgs import maximize_by_lbfgs
+from ..em import em_step, maximize_by_lbfgs
 from ..parameters import arithmetic, seeded
 from .linear import by_group
 
