@@ -28,7 +28,6 @@ class Weighted(Emission):
         return weights.detach().exp()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities again, uniformly over the simplex."""
         self.weights.reset_parameters(generator)
 
 
@@ -74,11 +73,9 @@ class Categorical(Weighted):
         self.weights = LogWeights(*shape, dim=-2, prior=prior, generator=generator)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Categorical:
-        """The categorical distributions: see `Emission.distribution`."""
         return torch.distributions.Categorical(logits=self.weights().mT[at], validate_args=False)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-probabilities of the data, looked up in the tables of all variables: see `Emission.log_density`."""
         return look_up(self.weights(), data[..., 0].long())
 
 

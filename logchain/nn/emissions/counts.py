@@ -52,7 +52,6 @@ class Poisson(Emission):
         return self.log_rates.detach().double().exp().to(self.dtype)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Poisson:
-        """The distribution in float64: see `Emission.distribution`."""
         return torch.distributions.Poisson(self.log_rates[at].double().exp(), validate_args=False)
 
     @torch.no_grad()
@@ -73,13 +72,11 @@ class Poisson(Emission):
         self.log_rates.copy_(rates.log())
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         log_rates = self.log_rates.double()
         natural = torch.stack((-log_rates.exp(), log_rates, -torch.ones_like(log_rates)), -1)
         return linear_log_density(self._features(data, observed), natural, self.dtype)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """Expected numbers of observations, sums of counts and of `log k!`: see `Emission.statistics`."""
         return weighted_sums(flow, self._features(data, observed), self.units)
 
     @torch.no_grad()
@@ -92,7 +89,6 @@ class Poisson(Emission):
         self.log_rates.copy_(torch.where(observed > 0, torch.lerp(before, total / observed, step), before).log())
 
     def log_prior(self) -> Tensor:
-        """The logarithm of the prior density of the rates: see `Emission.log_prior`."""
         return super().log_prior() if self.prior is None else self.prior.log_density(self.log_rates)
 
     def _features(self, data: Tensor, observed: Tensor | None) -> Tensor:
@@ -146,7 +142,6 @@ class Binomial(Weighted):
         return super().probabilities[..., 0]
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Binomial:
-        """The distribution in float64: see `Emission.distribution`."""
         probabilities = self.weights().double()[..., 0].exp()[at]
         return torch.distributions.Binomial(self.total_count, probabilities, validate_args=False)
 
@@ -162,7 +157,6 @@ class Binomial(Weighted):
         self.weights.set(torch.stack((probabilities, 1 - probabilities), -1))
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-probabilities of the data, looked up in those of all values: see `Emission.log_density`."""
         values = torch.arange(self.total_count + 1, dtype=torch.float64, device=data.device)
         # the logarithm of choose(total, k), exactly 0 for k = 0
         ways = -(values + 1).lgamma() - (values.flip(0) + 1).lgamma()
@@ -171,7 +165,6 @@ class Binomial(Weighted):
         return look_up(logs + (ways - ways[0]).to(logs.dtype)[:, None], data[..., 0].long())
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         return f"{super().extra_repr()}, total_count={self.total_count}"
 
 
@@ -248,11 +241,9 @@ class Multinomial(Weighted):
         return torch.distributions.Multinomial(self.total_count, logits=self.weights()[at], validate_args=False)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-probabilities of the data, in float64: see `Emission.log_density`."""
         counts = data[..., 0, :].double()
         ways = (counts.sum(-1) + 1).lgamma() - (counts + 1).lgamma().sum(-1)
         return (linear_log_density(counts, self.weights(), torch.float64) + ways[..., None]).to(self.dtype)
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         return f"{super().extra_repr()}, num_categories={self.event[0]}, total_count={self.total_count}"

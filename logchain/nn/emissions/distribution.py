@@ -124,7 +124,6 @@ class Distribution(Emission):
             parameter.copy_(start + noise if name in self._alike else start)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
-        """The distribution of the family: see `Emission.distribution`."""
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
         trained = {name: self.transforms[name](arithmetic(free))[at] for name, free in self.free.items()}
@@ -137,7 +136,6 @@ class Distribution(Emission):
         return torch.where(known, data, self._allowed.to(data.dtype))
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
 
 

@@ -163,7 +163,6 @@ class Covariances(Emission):
         return sum(int((ones.tril() if name == "factors" else ones).count_nonzero()) for name, ones in trained.items())
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
         return super().extra_repr() + (f", num_features={self.event[0]}" if self.event else "") + covariance
 
@@ -279,7 +278,6 @@ class Gaussian(Covariances):
         return scale, (dof + 1 + e).reshape(*self._spread_shape[:-2], 1, 1), place, count
 
     def log_prior(self) -> Tensor:
-        """The logarithm of the prior density of means and covariances: see `Emission.log_prior`."""
         if self.prior is None:
             return super().log_prior()
         scale, number, place, count = self._prior(self.prior)
@@ -291,7 +289,6 @@ class Gaussian(Covariances):
         return -((2 * number[..., 0, 0] * logs).sum() + (scale * precisions).sum() + of_means) / 2
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
-        """The normal distributions in float64: see `Emission.distribution`."""
         return self._normal(self.means.double()[at], at)
 
     def _means(self) -> tuple[Tensor, Tensor]:
@@ -313,7 +310,6 @@ class Gaussian(Covariances):
         return _statistics(centered, known.all(-1, keepdim=True)), centered, known
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         (means, center), (precisions, logs) = self._means(), self._precisions()
         features, centered, known = self._features(data, observed, center)
         means = means - center

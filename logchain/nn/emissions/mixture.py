@@ -47,7 +47,6 @@ class Mixture(Emission):
         self.weights = LogWeights(*layer.units, prior=prior, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw components and weights again."""
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
@@ -59,7 +58,6 @@ class Mixture(Emission):
         self.weights.reset_parameters(generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         data, known = self.known(data, observed)
         log_density = LOG.sum(self.layer(*self._of_layer(data, known)) + self.weights(), -1)
         if known is None:
@@ -68,11 +66,9 @@ class Mixture(Emission):
         return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data filled as in the components' layer."""
         return self.layer.fill(data, known)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.MixtureSameFamily:
-        """The mixtures of the components' distributions: see `Emission.distribution`."""
         weights = torch.distributions.Categorical(logits=self.weights()[at], validate_args=False)
         return torch.distributions.MixtureSameFamily(weights, self.layer.distribution(at), validate_args=False)
 

@@ -53,7 +53,6 @@ class Product(Emission):
         )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters of all families again."""
         for family in self.families:
             family.reset_parameters(generator)
 
@@ -66,12 +65,10 @@ class Product(Emission):
         self.fit_clusters(data, known, generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         total: Tensor = sum(family(part, mask) for family, part, mask in self._parts(*self.known(data, observed)))
         return total
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data filled as each of the families does."""
         return self._joined([family.fill(part, mask) for family, part, mask in self._parts(data, known)])
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
@@ -79,7 +76,6 @@ class Product(Emission):
         return self._joined([family.draw(states, generator).to(self.dtype) for family in self.families])
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The modes of all families `[*U, c, d]`, and their log-density: see `Emission.mode`."""
         modes = [family.mode() for family in self.families]
         return self._joined([places.to(self.dtype) for places, _ in modes]), sum(logs for _, logs in modes)
 

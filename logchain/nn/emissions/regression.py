@@ -94,7 +94,6 @@ class LinearGaussian(Covariances):
         return self._normal(means if self.event else means[..., 0], at)
 
     def forward(self, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None) -> Tensor:
-        """`log p(data | covariates, unit)`, `[..., c]` in nats: see `Emission.forward`."""
         data, covariates, whole = self._rows(data, observed, covariates)
         log_density = self.distribution((), covariates).log_prob(data[..., None, :] if self.event else data)
         return log_density.masked_fill(~whole[..., None], 0.0).to(self.dtype)
@@ -164,6 +163,5 @@ class LinearGaussian(Covariances):
         return covariates
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{super().extra_repr()}, num_covariates={self.weights.shape[-1]}{bias}"
