@@ -43,10 +43,10 @@ class Categorical(Weighted):
     `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
-        ValueError: a value is no category (checked on a CPU), or shapes do not go together.
+        ValueError: a value is not a category (checked on a CPU), or shapes do not go together.
 
-    Cost: one pass over the result forward, two backward, for which nothing of its size is saved. The table is copied
-    once for every 4096 observations of a variable.
+    Cost: one pass over the result forward, and two backward, which save nothing of its size. The table is copied once
+    for every 4096 observations of a variable.
 
     >>> coins = Categorical(2, 2)
     >>> coins.weights.set(torch.tensor([[0.5, 0.9], [0.5, 0.1]]))

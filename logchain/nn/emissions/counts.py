@@ -25,7 +25,7 @@ class Poisson(Emission):
     `[..., *U]`, non-negative integers of any dtype, to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
-        ValueError: a value is no count (checked on a CPU), or shapes do not go together.
+        ValueError: a value is not a count (checked on a CPU), or shapes do not go together.
 
     Cost: 3 multiply-adds for each entry of the result, in float64.
 
@@ -208,7 +208,7 @@ class Multinomial(Weighted):
     `weights`: `LogWeights` `[*U, c, K]`. Call: data `[..., *U, K]` to `[..., *U, c]`, in nats; see `Emission`.
 
     Raises:
-        ValueError: a value is no count (checked on a CPU), or shapes do not go together.
+        ValueError: a value is not a count (checked on a CPU), or shapes do not go together.
 
     Cost: K multiply-adds for each entry of the result, in float64.
 

@@ -32,12 +32,12 @@ class Distribution(Emission):
             parameters of a class that are not passed are trained from 0 of the unconstrained parameter.
 
     `free`: a `ParameterDict` of unconstrained real parameters, which `torch.distributions.biject_to` (or, where it
-    knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained; tensors of them,
+    has no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained; tensors of them,
     which broadcast to `[*U, c]`, are buffers of `fixed`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see
     `Emission`. An event is observed as a whole or not at all.
 
     Raises:
-        TypeError: the family is neither a class nor a function, or `spread` is no number.
+        TypeError: the family is neither a class nor a function, or `spread` is not a number.
         ValueError: torch has no such class; an initial value violates its constraint, or torch cannot map real numbers
             to the constraint (pass other `limits`); a value's or the distribution's shape does not go with the units;
             some of the data are outside the support of every unit (checked on a CPU).

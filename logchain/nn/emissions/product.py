@@ -15,11 +15,11 @@ class Product(Emission):
         *families: emissions of the same units. Each takes its columns of the data, in order: one for an event (), d for
             an event (d,).
 
-    `families`: a `ModuleList`, of which each is fitted by itself. Call: data `[..., *U, d]`, whose entries may be
+    `families`: a `ModuleList`, each of which is fitted separately. Call: data `[..., *U, d]`, whose entries may be
     missing where the families allow it, to `[..., *U, c]`, in nats; see `Emission`. There is no single `distribution`.
 
     Raises:
-        TypeError: a family is no `Emission`.
+        TypeError: a family is not an `Emission`.
         ValueError: there is no family, or units differ.
 
     >>> from logchain.nn import Bernoulli, Gaussian
