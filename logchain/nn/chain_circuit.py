@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ..chain_arguments import ChainArguments
 from ..marginals import Marginals
@@ -116,7 +116,7 @@ class ChainCircuit(ChainModel):
         num_repetitions: int = 1,
         emission: str | Emission = "bernoulli",
         *,
-        transition: torch.nn.Module | None = None,
+        transition: nn.Module | None = None,
         generator: Generator | None = None,
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states

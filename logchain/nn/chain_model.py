@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..chain_arguments import ChainArguments
 from ..marginals import Marginals
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     data: Tensor
 
 
-class ChainModel(torch.nn.Module):
+class ChainModel(nn.Module):
     """The base class of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states.
 
     Methods take data, and what belongs to them, as these classes say.
@@ -41,11 +41,9 @@ class ChainModel(torch.nn.Module):
 
     # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
     stationary = False
-    emission: torch.nn.Module
+    emission: nn.Module
 
-    def __init__(
-        self, emission: str | torch.nn.Module, units: tuple[int, ...], generator: torch.Generator | None
-    ) -> None:
+    def __init__(self, emission: str | nn.Module, units: tuple[int, ...], generator: Generator | None) -> None:
         super().__init__()
         check_module("emission", emission, *EMISSIONS)
         module = EMISSIONS[emission](units, generator=generator) if isinstance(emission, str) else emission
@@ -129,7 +127,7 @@ class ChainModel(torch.nn.Module):
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of data."""
         check_unsharded(self)
@@ -157,7 +155,7 @@ class ChainModel(torch.nn.Module):
         step: float | Callable[[int], float] | None = None,
         optimizer: Optimizer | None = None,
         restarts: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         progress: bool = False,
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
@@ -261,7 +259,7 @@ class ChainModel(torch.nn.Module):
 
 def check_module(name: str, value: object, *choices: str | None) -> None:
     """Check for a module, or one of the choices."""
-    if not isinstance(value, torch.nn.Module) and not (isinstance(value, str | None) and value in choices):
+    if not isinstance(value, nn.Module) and not (isinstance(value, str | None) and value in choices):
         kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
         expected = " or ".join([*map(repr, choices), "a torch.nn.Module"])
         remedy = "; pass Transitions(matrix)" if name == "transition" and hasattr(value, "__array__") else ""

@@ -4,10 +4,10 @@ from numbers import Real
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def check_unsharded(model: torch.nn.Module) -> None:
+def check_unsharded(model: nn.Module) -> None:
     """Check that no module is sharded by FSDP2, whose methods write to copies of parameters that are dropped."""
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):

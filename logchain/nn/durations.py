@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_choice, check_flag
 from ..transitions import Duration
@@ -68,7 +68,7 @@ class Durations(Transitions):
         *,
         right_censored: bool = True,
         prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         check_count("num_states", num_states)
         check_count("max_duration", max_duration)
@@ -93,7 +93,7 @@ class Durations(Transitions):
 class MoveWeights(LogWeights):
     """Log-probabilities `[c, c]` of the states that follow others: none follows itself."""
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the weights again; the diagonal, too, has no values after a construction on the meta device."""
         super().reset_parameters(generator)
         self.zeros = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
@@ -105,7 +105,7 @@ class FamilyWeights(LogWeights):
     values: Tensor
 
     def __init__(self, family: Emission, num_values: int, prior: Dirichlet | None) -> None:
-        torch.nn.Module.__init__(self)
+        nn.Module.__init__(self)
         self.dim, self.prior, self.family = -1, prior, family
         self.register_buffer("zeros", None)
         self.register_buffer("values", torch.arange(num_values)[:, None], persistent=False)
@@ -115,7 +115,7 @@ class FamilyWeights(LogWeights):
         """Log-probabilities of the family, which may have larger values too."""
         return self.family.log_density(self.values).mT
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the parameters of the family again."""
         self.family.reset_parameters(generator)
 
@@ -129,7 +129,7 @@ class FamilyWeights(LogWeights):
         maximize_by_lbfgs(list(self.family.parameters()), likelihood, 100)
 
 
-def _family(name: str, num_states: int, mean: float, generator: torch.Generator | None) -> Distribution:
+def _family(name: str, num_states: int, mean: float, generator: Generator | None) -> Distribution:
     """A family of which every state has about this mean."""
     if name == "poisson":
         return Distribution(torch.distributions.Poisson, num_states, spread=0.5, generator=generator, rate=mean)

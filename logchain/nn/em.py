@@ -6,13 +6,13 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checks import check_differentiable, check_step
 from .parameters import arithmetic, frozen
 
 
-def trained_parts(model: torch.nn.Module) -> list[Any]:
+def trained_parts(model: nn.Module) -> list[Any]:
     """The outermost modules with trained parameters that have a maximization step, which fits what is inside them."""
     if callable(getattr(model, "statistics", None)):
         return [model] if any(parameter.requires_grad for parameter in model.parameters()) else []
@@ -20,7 +20,7 @@ def trained_parts(model: torch.nn.Module) -> list[Any]:
     return list(dict.fromkeys(parts))  # a part may be shared
 
 
-def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
+def em_step(model: nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
     r"""One step of expectation maximization: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
@@ -54,7 +54,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     parts, calls, sums = trained_parts(model), list[Any](), dict[Any, Any]()
     parameters = [parameter for part in parts for parameter in part.parameters()]
 
-    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+    def record(part: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
             calls.append((part, output, inputs, named))
 
@@ -83,7 +83,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     return sum(totals[1:], totals[0])
 
 
-def maximize_by_lbfgs(parameters: list[torch.nn.Parameter], objective: Callable[[], Tensor], iterations: int) -> None:
+def maximize_by_lbfgs(parameters: list[nn.Parameter], objective: Callable[[], Tensor], iterations: int) -> None:
     """Set parameters, in place, to the best that L-BFGS visits from the present ones, in float32 at least.
 
     Where one is NaN, or the objective is not finite or raises a ValueError, the line search takes a shorter step.

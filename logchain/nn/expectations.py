@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Independent, MultivariateNormal
 
 from ..chain_arguments import ChainArguments
@@ -69,7 +69,7 @@ def mixed(emission: Emission, shares: Tensor, values: Tensor) -> Tensor:
     return result
 
 
-def mean_of(emission: torch.nn.Module, shares: Tensor, covariates: Tensor | None) -> Tensor | None:
+def mean_of(emission: nn.Module, shares: Tensor, covariates: Tensor | None) -> Tensor | None:
     """The mean of the data for probabilities of states, None if there is none."""
     if not isinstance(emission, Emission):
         return None

@@ -10,7 +10,7 @@ from warnings import warn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
@@ -19,7 +19,7 @@ from .data import Array, Sequences, as_tensor
 from .em import em_step, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
-Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class ConvergenceWarning(UserWarning):
@@ -81,7 +81,7 @@ class Fit(NamedTuple):
 
 
 def fit(
-    model: torch.nn.Module,
+    model: nn.Module,
     data: Any,
     *,
     conditions: Mapping[str, Any] | None = None,
@@ -93,7 +93,7 @@ def fit(
     step: float | Callable[[int], float] | None = None,
     optimizer: Optimizer | None = None,
     restarts: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     progress: bool = False,
 ) -> Fit:
     r"""Maximize `sum weight log p(data) + sum log_prior` over the trained parameters of a model, in place.
@@ -226,7 +226,7 @@ class _Run:
     batch_size: int | None
     step: float | Callable[[int], float] | None
     optimizer: Optimizer | None
-    generator: torch.Generator | None
+    generator: Generator | None
 
     def __post_init__(self) -> None:
         """Check the data and the options, and that they go together."""
@@ -386,9 +386,9 @@ class _Run:
         return advance
 
 
-def _num_parameters(model: torch.nn.Module) -> int:
+def _num_parameters(model: nn.Module) -> int:
     """Free trained parameters: `num_parameters()` of the modules that have it, of their own parameters."""
-    total, counted = 0, set[torch.nn.Parameter]()
+    total, counted = 0, set[nn.Parameter]()
     for part in model.modules():
         if trained := [p for p in part.parameters(recurse=False) if p.requires_grad and p not in counted]:
             counted.update(trained)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
@@ -78,10 +78,10 @@ class HMM(ChainModel):
     def __init__(
         self,
         num_states: int,
-        emission: str | torch.nn.Module,
+        emission: str | nn.Module,
         *,
-        initial: Literal["free", "stationary"] | torch.nn.Module = "free",
-        transition: torch.nn.Module | None = None,
+        initial: Literal["free", "stationary"] | nn.Module = "free",
+        transition: nn.Module | None = None,
         generator: Generator | None = None,
     ) -> None:
         check_count("num_states", num_states)
@@ -90,7 +90,7 @@ class HMM(ChainModel):
         check_module("transition", transition, None)
         self.stationary = initial == "stationary"
         free = LogWeights(num_states, generator=generator) if initial == "free" else None
-        self.initial = initial if isinstance(initial, torch.nn.Module) else free
+        self.initial = initial if isinstance(initial, nn.Module) else free
         self.transition = Transitions(num_states, generator=generator) if transition is None else transition
         units = self.emission.units if isinstance(self.emission, Emission) else (num_states,)
         if units[-1] != num_states or len(units) > 2:

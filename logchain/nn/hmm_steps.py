@@ -1,7 +1,7 @@
 """The steps of the chain of a hidden Markov model: log-potentials, transitions, and the first state."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..arguments import check_integers, check_tensor
 from ..tensors import is_readable
@@ -13,7 +13,7 @@ from .emissions import Emission
 from .parameters import fill
 
 
-def potentials(emission: torch.nn.Module, c: int, sequences: Sequences) -> Tensor:
+def potentials(emission: nn.Module, c: int, sequences: Sequences) -> Tensor:
     """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for states that are excluded."""
     known = sequences.known
     if isinstance(emission, Emission):

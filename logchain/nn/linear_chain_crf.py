@@ -3,15 +3,9 @@
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ..arguments import (
-    check_choice,
-    check_flag,
-    check_integers,
-    check_is_tensor,
-    check_tensor,
-)
+from ..arguments import check_choice, check_flag, check_integers, check_is_tensor, check_tensor
 from ..autograd.log_partition import log_norm
 from ..chain import Chain
 from ..chain_arguments import ChainArguments
@@ -240,7 +234,7 @@ class LinearChainCRF(nn.Module):
         mask: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> Tensor:
         """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
 

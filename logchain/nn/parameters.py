@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_is_tensor, has_values
 
@@ -42,7 +42,7 @@ def log_prior(modules: Iterable[Any]) -> Any:
 
 
 @contextmanager
-def frozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """A context that restores the parameters that are not trained, in which the others may be written."""
     before = [(fixed, fixed.detach().clone()) for fixed in parameters if not fixed.requires_grad]
     yield
@@ -52,7 +52,7 @@ def frozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def untrained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """A context in which these parameters are not trained."""
     trained = [parameter.requires_grad_(False) for parameter in parameters if parameter.requires_grad]
     try:
@@ -62,7 +62,7 @@ def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def first_draw(module: Any, generator: torch.Generator | None) -> None:
+def first_draw(module: Any, generator: Generator | None) -> None:
     """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
     module.reset_parameters(generator)
     for part in module.modules():
@@ -70,7 +70,7 @@ def first_draw(module: Any, generator: torch.Generator | None) -> None:
         part._first_draw = [(parameter.dtype, _fingerprint(parameter, parameter.dtype)) for parameter in own]
 
 
-def is_as_drawn(module: torch.nn.Module) -> bool:
+def is_as_drawn(module: nn.Module) -> bool:
     """Whether the module's own parameters have the values that its constructor drew, perhaps in a wider dtype."""
     drawn: Any = getattr(module, "_first_draw", None)
     own = list(module.parameters(recurse=False))
@@ -91,16 +91,14 @@ def _fingerprint(parameter: Tensor, dtype: torch.dtype) -> bytes:
     return blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
-def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def set_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that were set: all but those of modules that are as their constructors drew them."""
     parts = filter(is_as_drawn, model.modules())
     drawn = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
     return [parameter for parameter in model.parameters() if id(parameter) not in drawn]
 
 
-def reset_parameters(
-    model: torch.nn.Module, generator: torch.Generator | None = None, *, without: torch.nn.Module | None = None
-) -> None:
+def reset_parameters(model: nn.Module, generator: Generator | None = None, *, without: nn.Module | None = None) -> None:
     """Draw all trained parameters again, those of the module `without` excepted, by `reset_parameters` of submodules.
 
     A generator draws the seed where that method takes none, as those of torch.
@@ -109,9 +107,7 @@ def reset_parameters(
         _reset(model, type(model).__name__, generator, without)
 
 
-def _reset(
-    module: torch.nn.Module, name: str, generator: torch.Generator | None, without: torch.nn.Module | None
-) -> None:
+def _reset(module: nn.Module, name: str, generator: Generator | None, without: nn.Module | None) -> None:
     if module is without or not any(parameter.requires_grad for parameter in module.parameters()):
         return
     reset: Any = getattr(module, "reset_parameters", None)
@@ -131,7 +127,7 @@ def _reset(
 
 
 @contextmanager
-def seeded(generator: torch.Generator | None, devices: Iterable[torch.device]) -> Iterator[None]:
+def seeded(generator: Generator | None, devices: Iterable[torch.device]) -> Iterator[None]:
     """A context of global randomness that a generator seeds, without effect on later draws; None changes nothing."""
     with torch.random.fork_rng(devices=list(devices), enabled=generator is not None):
         if generator is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checks import check_differentiable
 from .log_weights import LogWeights
@@ -15,10 +15,7 @@ from .parameters import log_prior
 
 @torch.enable_grad()
 def standard_errors(
-    model: torch.nn.Module,
-    data: Any,
-    of: Callable[[Any], Tensor | dict[str, Tensor]] | None = None,
-    **conditions: Any,
+    model: nn.Module, data: Any, of: Callable[[Any], Tensor | dict[str, Tensor]] | None = None, **conditions: Any
 ) -> Any:
     r"""Standard errors of a model at its maximum, `sqrt(diag(J (-H)^-1 J'))` (the delta method).
 
@@ -104,7 +101,7 @@ def _jacobian(values: Tensor, parameters: list[Any]) -> Tensor:
     return torch.stack([_flat(torch.autograd.grad(value, parameters, **options)) for value in values]).detach()
 
 
-def _gauges(model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]) -> Tensor:
+def _gauges(model: nn.Module, trained: dict[str, nn.Parameter]) -> Tensor:
     """The projection onto directions that add a constant to all logits of probabilities that sum to 1."""
     parts = {id(part.logits): part for part in model.modules() if isinstance(part, LogWeights)}
     blocks = []

@@ -1,7 +1,6 @@
 """The order of a model's hidden states: parameters and their priors permuted along the axes of states."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .durations import FamilyWeights
 from .emissions import Categorical, Emission
@@ -48,5 +47,5 @@ def _permute(tensor: Tensor, order: Tensor, *axes: int) -> None:
             tensor.copy_(tensor.index_select(axis, order))
 
 
-def _tensors(module: torch.nn.Module) -> list[Tensor]:
+def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]

@@ -3,7 +3,7 @@
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_has_values, check_tensor
 from ..transitions import Banded, BlockDiagonal, Duration, Kronecker, LowRank, Monarch, Sparse, Transition
@@ -21,7 +21,7 @@ DIMS: dict[type[Transition], int | tuple[int, ...]] = {
 }
 
 
-class Transitions(torch.nn.Module):
+class Transitions(nn.Module):
     r"""Trained transition probabilities: a dense matrix, or the parameters of a structure; all rows sum to 1.
 
     Args:
@@ -68,7 +68,7 @@ class Transitions(torch.nn.Module):
         lead: tuple[int, ...] = (),
         sticky: float = 0.0,
         prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         super().__init__()
         check_lead(lead, least=0)
@@ -78,7 +78,7 @@ class Transitions(torch.nn.Module):
         structure = structure.map(lambda parameter: parameter.expand(*lead, *parameter.shape))
         self._structure = _without_values(structure, structure.device)
         prior = _sticky(structure, sticky, prior)
-        self.weights = cast(list[LogWeights], torch.nn.ModuleList(_modules(structure, dims, prior)))
+        self.weights = cast(list[LogWeights], nn.ModuleList(_modules(structure, dims, prior)))
         for part, start in zip(self.weights, _layout(structure), strict=True):
             part.start(start)
         if isinstance(states, int):
@@ -112,7 +112,7 @@ class Transitions(torch.nn.Module):
         for part, value in zip(self.weights, _layout(self._structure.with_parameters(*values)), strict=True):
             part.set(value)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the weights again, uniformly over the simplex of those that are not fixed at 0."""
         for part in self.weights:
             part.reset_parameters(generator)

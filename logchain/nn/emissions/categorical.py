@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.distributions import constraints
 
 from ..checks import check_count
@@ -27,7 +27,7 @@ class Weighted(Emission):
         weights: Tensor = self.weights()
         return weights.detach().exp()
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         self.weights.reset_parameters(generator)
 
 
@@ -57,12 +57,7 @@ class Categorical(Weighted):
     """
 
     def __init__(
-        self,
-        units: Units,
-        num_categories: int,
-        *,
-        prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        self, units: Units, num_categories: int, *, prior: Dirichlet | None = None, generator: Generator | None = None
     ) -> None:
         check_count("num_categories", num_categories)
         super().__init__(units)

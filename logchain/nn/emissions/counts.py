@@ -1,7 +1,7 @@
 """Observations that are counts: Poisson, binomial, Bernoulli and multinomial."""
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 from torch.distributions import constraints
 
 from ..checks import check_count
@@ -38,12 +38,12 @@ class Poisson(Emission):
 
     support, expected = constraints.nonnegative_integer, "counts"
 
-    def __init__(self, units: Units, *, prior: Gamma | None = None, generator: torch.Generator | None = None) -> None:
+    def __init__(self, units: Units, *, prior: Gamma | None = None, generator: Generator | None = None) -> None:
         super().__init__(units)
         for name, value in () if prior is None else prior.named_buffers():
             broadcast(f"prior.{name}", value, torch.Size(self.units))
         self.prior = prior
-        self.log_rates = torch.nn.Parameter(torch.empty(self.units))
+        self.log_rates = nn.Parameter(torch.empty(self.units))
         first_draw(self, generator)
 
     @property
@@ -55,7 +55,7 @@ class Poisson(Emission):
         return torch.distributions.Poisson(self.log_rates[at].double().exp(), validate_args=False)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the logarithms of the rates again, standard normal."""
         self.log_rates.normal_(generator=generator)
 
@@ -122,12 +122,7 @@ class Binomial(Weighted):
     """
 
     def __init__(
-        self,
-        units: Units,
-        total_count: int,
-        *,
-        prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        self, units: Units, total_count: int, *, prior: Dirichlet | None = None, generator: Generator | None = None
     ) -> None:
         check_count("total_count", total_count, least=0)
         super().__init__(units)
@@ -189,9 +184,7 @@ class Bernoulli(Binomial):
             [0.7500, 0.0000]], grad_fn=<ExpBackward0>)
     """
 
-    def __init__(
-        self, units: Units, *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, units: Units, *, prior: Dirichlet | None = None, generator: Generator | None = None) -> None:
         super().__init__(units, 1, prior=prior, generator=generator)
 
 
@@ -228,7 +221,7 @@ class Multinomial(Weighted):
         total_count: int = 1,
         *,
         prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         check_count("total_count", total_count)
         check_count("num_categories", num_categories)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import LowerCholeskyTransform, PositiveDefiniteTransform
 
@@ -59,7 +59,7 @@ class Distribution(Emission):
         *,
         limits: Mapping[str, Any] | None = None,
         spread: float = 0.1,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         **initial: Any,
     ) -> None:
         super().__init__(units)
@@ -79,7 +79,7 @@ class Distribution(Emission):
         declared = declared if isinstance(declared, Mapping) else {}
         values: dict[str, Any] = _unset(family, declared, initial) | initial
         self.family, self.spread, self._alike = family, spread, []
-        self.transforms, self._fixed, self._initial, self.fixed = {}, {}, {}, torch.nn.Module()
+        self.transforms, self._fixed, self._initial, self.fixed = {}, {}, {}, nn.Module()
         for name, start in list(values.items()):
             limit = declared.get(name, constraints.real)
             if constraints.is_dependent(limit):
@@ -108,7 +108,7 @@ class Distribution(Emission):
                 f"got {list(example.batch_shape)} and {list(example.event_shape)}"
             )
         # copies, so that training leaves the values to which `reset_parameters` returns
-        free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
+        free = {name: nn.Parameter(start.clone()) for name, start in self._initial.items()}
         self.free = _Free(free)
         self.free.transforms = self.transforms
         with torch.random.fork_rng(devices=[]):
@@ -116,7 +116,7 @@ class Distribution(Emission):
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Set the parameters to the initial values, with new noise."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
@@ -139,7 +139,7 @@ class Distribution(Emission):
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
 
 
-class _Free(torch.nn.ParameterDict):
+class _Free(nn.ParameterDict):
     """Unconstrained parameters, and the transforms to their constraints."""
 
     transforms: Mapping[str, Any]

@@ -4,7 +4,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ...arguments import check_device, check_has_values, check_is_tensor
 from ...tensors import is_readable
@@ -16,7 +16,7 @@ from .linear import by_group
 Units = int | tuple[int, ...]
 
 
-class Emission(torch.nn.Module):
+class Emission(nn.Module):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. The
@@ -28,9 +28,9 @@ class Emission(torch.nn.Module):
     Missing entries are summed out, which leaves `log 1 = 0`. Values outside the support of the family raise an error on
     a CPU; inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not checked.
 
-    A subclass defines parameters, `reset_parameters`, and `distribution(at)`, which returns one of `torch.distributions`.
-    Densities, draws, modes and expectation maximization (by L-BFGS) follow; a subclass may override `log_density`, or
-    `statistics` and `maximize` by a closed form.
+    A subclass defines parameters, `reset_parameters` and `distribution(at)`, which returns one of
+    `torch.distributions`. Densities, draws, modes and expectation maximization (by L-BFGS) follow; a subclass may
+    override `log_density`, or `statistics` and `maximize` by a closed form.
 
     Args:
         units: `[*U, c]`, or `c` alone.
@@ -161,17 +161,12 @@ class Emission(torch.nn.Module):
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
         return data
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the parameters again, without regard to data."""
         raise NotImplementedError
 
     def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+        self, data: Tensor, observed: Tensor | None = None, *, generator: Generator | None = None, **covariates: Tensor
     ) -> None:
         """Draw the parameters again, in the range of the data: by clusters about observations far from each other.
 
@@ -187,15 +182,13 @@ class Emission(torch.nn.Module):
         """
         self.start(*self.known(data, observed), generator, **covariates)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """`initialize` for data and mask of `known`."""
         self.reset_parameters(generator)
         self.fit_clusters(data, known, generator, **covariates)
 
     def fit_clusters(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+        self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor
     ) -> None:
         """Fit each unit mostly to the observations that are nearest to one of them."""
         *_, nearest = self.seeds(data, known, generator)  # (g, n)
@@ -209,7 +202,7 @@ class Emission(torch.nn.Module):
         em_step(self, [lambda: (weights * self(data, known, **covariates)).sum()], 0.9)
 
     def seeds(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None
+        self, data: Tensor, known: Tensor | None, generator: Generator | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One observation for each unit, drawn in proportion to its squared distance from those drawn before.
 
@@ -284,7 +277,7 @@ class Emission(torch.nn.Module):
             parameter.copy_(torch.lerp(old, parameter, step))
 
     @torch.no_grad()
-    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: Generator | None = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states, int64 `[..., *U]`.
 
         The generator draws the seed, since torch's distributions take no generator.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 from torch.distributions.constraints import Constraint
 
@@ -59,8 +59,8 @@ class Covariances(Emission):
     """
 
     support, expected = Finite(), "finite numbers, or NaN for what is missing"
-    log_scales: torch.nn.Parameter
-    factors: torch.nn.Parameter
+    log_scales: nn.Parameter
+    factors: nn.Parameter
 
     def __init__(self, units: Units, num_features: int | None, covariance: str) -> None:
         if num_features is not None:
@@ -78,7 +78,7 @@ class Covariances(Emission):
         event = 2 * self.event if self.has_matrices else (1,) if covariance == "spherical" else self.event
         self._spread_shape = *units, 1 if covariance == "spherical" else self._blocks[0], *2 * self._blocks[1:]
         name = "factors" if self.has_matrices else "log_scales"
-        self.register_parameter(name, torch.nn.Parameter(torch.empty(*units, *event)))
+        self.register_parameter(name, nn.Parameter(torch.empty(*units, *event)))
 
     @property
     def variances(self) -> Tensor:
@@ -94,7 +94,7 @@ class Covariances(Emission):
         return self._spread().detach().to(self.dtype).squeeze(-3).expand(*self.units, -1, -1)
 
     @property
-    def _parameter(self) -> torch.nn.Parameter:
+    def _parameter(self) -> nn.Parameter:
         """The parameter of the covariances."""
         return self.factors if self.has_matrices else self.log_scales
 
@@ -213,25 +213,23 @@ class Gaussian(Covariances):
         covariance: str = "diag",
         *,
         prior: NormalInverseWishart | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         super().__init__(units, num_features, covariance)
-        self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
+        self.means = nn.Parameter(torch.empty(*self.units, *self.event))
         self.prior = prior
         if prior is not None:
             self._prior(prior)
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the means again, standard normal; the variances are 1."""
         self.means.normal_(generator=generator)
         self._parameter.zero_()
 
     @torch.no_grad()
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior."""
         places, variance, counts, _ = self.seeds(data, known, generator)
         counts = counts.unflatten(-1, self._blocks)  # (*U, 1, b, e)

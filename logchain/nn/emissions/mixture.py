@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from ...transitions import LOG
 from ..log_weights import LogWeights
@@ -35,9 +35,7 @@ class Mixture(Emission):
     # layer and weights are fitted as separate parts
     statistics: Any = None
 
-    def __init__(
-        self, layer: Emission, *, prior: Dirichlet | None = None, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, layer: Emission, *, prior: Dirichlet | None = None, generator: Generator | None = None) -> None:
         if not isinstance(layer, Emission):
             raise TypeError(f"layer: expected an Emission, got {type(layer).__name__}")
         if len(layer.units) < 2:
@@ -46,13 +44,11 @@ class Mixture(Emission):
         self.layer, self.partial, self.num_values = layer, layer.partial, layer.num_values
         self.weights = LogWeights(*layer.units, prior=prior, generator=generator)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """Initialize the components of each unit as their layer does, and draw the weights again."""
         self.layer.initialize(*self._of_layer(data, known), generator=generator)
         self.weights.reset_parameters(generator)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from .emission import Emission
 
@@ -44,7 +44,7 @@ class Product(Emission):
             raise ValueError(f"families: expected emissions of the same units, got {[part.units for part in families]}")
         self.sizes = [family.event[0] if family.event else 1 for family in families]
         super().__init__(families[0].units, (sum(self.sizes),))
-        self.families = torch.nn.ModuleList(families)
+        self.families = nn.ModuleList(families)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
         """A Product has no single distribution."""
@@ -52,13 +52,11 @@ class Product(Emission):
             "distribution: expected one of the families of the Product, whose distributions are separate"
         )
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         for family in self.families:
             family.reset_parameters(generator)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """Initialize all families, by clusters of whole vectors."""
         for family, part, mask in self._parts(data, known):
             family.initialize(part, mask, generator=generator)
@@ -71,7 +69,7 @@ class Product(Emission):
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
         return self._joined([family.fill(part, mask) for family, part, mask in self._parts(data, known)])
 
-    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: Generator | None = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states `[..., *U, d]`, a floating tensor: see `Emission.draw`."""
         return self._joined([family.draw(states, generator).to(self.dtype) for family in self.families])
 
