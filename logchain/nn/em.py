@@ -24,10 +24,10 @@ def em_step(model: nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], s
     r"""One step of expectation maximization: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
-        model: a module; fitted are its submodules (or itself) of which a parameter is trained and which have two
-            methods, as `LogWeights` and emissions have: `statistics(flow, *inputs)` returns what can be added (`+`),
-            where `flow` is the derivative of the log-likelihood by the result of `forward(*inputs)`: how often each
-            log-weight is expected to be used; and `maximize(statistics, step)`.
+        model: a module. Its parts are the submodules (or itself) that have a trained parameter and two methods, as
+            `LogWeights` and emissions have: `statistics(flow, *inputs)`, whose results can be added (`+`), where
+            `flow` is the derivative of the log-likelihood by the result of `forward(*inputs)`, the expected number of
+            times that each log-weight is used; and `maximize(statistics, step)`.
         log_likelihoods: for each batch, a function that computes its log-likelihood (a scalar, nats) by calling the
             model. The statistics of all batches are added up before the parameters change.
         step: in 0..1, the part of the way to the maximum that the mean parameters move; less than 1 for mini-batches.

@@ -27,7 +27,7 @@ class ConvergenceWarning(UserWarning):
 
 
 class Fit(NamedTuple):
-    """The result of `fit`, of the best start. All data count, and logarithms are in nats.
+    """The result of `fit`: the best start, on all data. Logarithms are in nats.
 
     Attributes:
         log_likelihood: that of the final parameters, `sum weight log p(data)`.
@@ -38,9 +38,9 @@ class Fit(NamedTuple):
         converged: whether the further iterations are estimated to gain less than the tolerance.
         starts: the final log-posterior of each start that did not fail.
         num_failed: the number of starts that failed and were skipped.
-        num_parameters: free trained parameters: of probabilities that sum to 1 those that are not 0, but one.
-        num_observations: the model's `num_observations(data, **conditions)` `[n]`, in an `HMM` the numbers of steps at
-            which something is observed, weighted and added up; n without that method.
+        num_parameters: the number of free trained parameters; k probabilities of sum 1 that are not 0 count as k - 1.
+        num_observations: the weighted sum of the model's `num_observations(data, **conditions)` `[n]`, in an `HMM` the
+            numbers of steps at which something is observed; 1 for each sequence of a model without that method.
     """
 
     log_likelihood: float
@@ -117,12 +117,12 @@ def fit(
         step: makes the batches of "em" mini-batches, in random order: after each, the mean parameters move this part of
             the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
         optimizer: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
-        restarts: number of times to draw all trained parameters again, by `model.initialize(data, generator=...,
-            **conditions)` or, in a model without that method, by `reset_parameters` of its modules; the best fit is
-            taken. Of several, a start that fails by any error of values or of arithmetic is skipped. 0 starts from the
-            present parameters. None does so after `initialize` of the library's parts that nobody has set since they
-            were constructed: by `set`, `load_state_dict`, an optimizer or a fit.
-        generator: the source of randomness for the order of batches and for what is drawn.
+        restarts: number of starts, the best of which is taken. Each draws all trained parameters again, by
+            `model.initialize(data, generator=..., **conditions)` or, in a model without that method, by
+            `reset_parameters` of its modules. One of several that raises an error of values or of arithmetic is
+            skipped. 0 starts from the present parameters. None, too, but it first draws those parts of the library
+            that nobody has set since they were constructed: by `set`, `load_state_dict`, an optimizer or a fit.
+        generator: the source of randomness for the order of batches and for draws of parameters.
         progress: show a progress bar (tqdm) of the iterations.
 
     Returns:
@@ -139,10 +139,10 @@ def fit(
     Warns:
         ConvergenceWarning: the best fit did not converge, or starts were skipped, for the reasons in the message.
 
-    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. A `Dirichlet` prior keeps
-    it above; "gradient" from a start without zeros never reaches 0.
+    A probability that expectation maximization takes to 0 stays 0, under "gradient" too, unless a `Dirichlet` prior
+    prevents it; "gradient" from a start without zeros never reaches 0.
 
-    Cost: a forward and a backward pass an iteration, and a forward pass at the end.
+    Cost: a forward and a backward pass per iteration, and a forward pass at the end.
 
     Source: A. Dempster, N. Laird and D. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", J. R.
     Stat. Soc. B 39 (1977); O. Cappe and E. Moulines, "On-line expectation-maximization algorithm for latent data
@@ -207,9 +207,8 @@ def fit(
     )
 
 
-# the places of some sequences, None for all
-Rows = Tensor | None
-# a step for some batches, and the log-posterior before it, as estimated from them
+Rows = Tensor | None  # indices of sequences, None for all
+# a function that takes a step for some batches, and returns the log-posterior before it, as estimated from them
 Advance = Callable[[list[Rows]], Tensor]
 
 
@@ -278,7 +277,7 @@ class _Run:
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
 
     def batches(self) -> Iterator[Rows]:
-        """The places of the sequences of each batch."""
+        """The indices of the sequences of each batch."""
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
@@ -291,7 +290,7 @@ class _Run:
         yield from order.to(self.device).split(size)
 
     def share(self, rows: Rows) -> float:
-        """The share of a batch of all data, 1 if all are added up for each step."""
+        """The share of all data that a batch has, 1 if batches are added up before each step."""
         return len(rows) / len(self.data) if self.moving and rows is not None else 1.0
 
     def log_likelihood(self, rows: Rows) -> Tensor:
@@ -310,7 +309,7 @@ class _Run:
         return log_likelihoods.sum() / self.share(rows)
 
     def has_converged(self, history: list[float]) -> bool:
-        """Whether the last gain is below the tolerance and, of EM, all further ones, if they fall like the last two."""
+        """Whether the last gain is below the tolerance and, by EM, all further ones are, if they fall geometrically."""
         gains = [after - before for before, after in pairwise(history[-3:])]
         if self.moving or not gains or self.tolerance < 0:
             return False
