@@ -151,8 +151,8 @@ def as_tensor(name: str, value: object, like: Tensor, cast: bool) -> Tensor:
     if kind not in "biuf":
         raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
     # torch has int64 for wide unsigned integers, float64 at most, and native byte order
-    dtype = array.dtype.newbyteorder("=") if size <= 8 else np.float64
-    tensor = torch.from_numpy(np.array(array, np.int64 if kind == "u" and size > 1 else dtype)).to(like.device)
+    dtype: Any = np.int64 if kind == "u" and size > 1 else np.float64 if size > 8 else array.dtype.newbyteorder("=")
+    tensor = torch.from_numpy(np.array(array, dtype, order="C")).to(like.device)
     if kind == "u" and bool((tensor < 0).any()):
         raise ValueError(f"{name}: expected numbers that int64 holds, got {array.max()}")
     return tensor.to(like.dtype) if cast and tensor.is_floating_point() else tensor

@@ -343,7 +343,7 @@ class _Run:
                 break
         with torch.no_grad():
             log_likelihood = _finite(sum(self.log_likelihood(rows) * self.share(rows) for rows in self.batches()))
-            history.append(_finite(log_likelihood + log_prior(self.model.modules())))
+            history.append(_finite(log_likelihood + log_prior(self.model)))
         converged = converged or self.has_converged(history)
         return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
@@ -354,7 +354,7 @@ class _Run:
         def advance(batches: list[Rows]) -> Tensor:
             step = self.step(next(numbers)) if callable(self.step) else self.step
             with torch.no_grad():
-                before = log_prior(self.model.modules())
+                before = log_prior(self.model)
             functions = (partial(self.log_likelihood, rows) for rows in batches)
             result: Tensor = em_step(self.model, functions, 1.0 if step is None else step) + before
             return result
@@ -374,7 +374,7 @@ class _Run:
                 optimizer.zero_grad()
                 with torch.enable_grad():
                     # a mean over sequences, so that a learning rate suits any number of them
-                    posterior = self.log_likelihood(batches[0]) + log_prior(self.model.modules())
+                    posterior = self.log_likelihood(batches[0]) + log_prior(self.model)
                     loss: Tensor = -posterior / len(self.data)
                 loss.backward()
                 return loss

@@ -36,9 +36,10 @@ def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)
 
 
-def log_prior(modules: Iterable[Any]) -> Any:
+def log_prior(model: nn.Module) -> Any:
     """The sum of `log_prior()` of the modules that have it, 0 if there is none."""
-    return sum(module.log_prior().double() for module in modules if hasattr(type(module), "log_prior"))
+    parts: Iterable[Any] = model.modules()
+    return sum(part.log_prior().double() for part in parts if hasattr(type(part), "log_prior"))
 
 
 @contextmanager
@@ -98,32 +99,30 @@ def set_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if id(parameter) not in drawn]
 
 
-def reset_parameters(model: nn.Module, generator: Generator | None = None, *, without: nn.Module | None = None) -> None:
-    """Draw all trained parameters again, those of the module `without` excepted, by `reset_parameters` of submodules.
+def reset_parameters(
+    module: nn.Module, generator: Generator | None = None, *, without: nn.Module | None = None, name: str = ""
+) -> None:
+    """Draw all trained parameters again, by `reset_parameters` of submodules, but not those of `without`.
 
-    A generator draws the seed where that method takes none, as those of torch.
+    A generator draws the seed for methods that take none, as those of torch.
     """
-    with frozen(model.parameters()):
-        _reset(model, type(model).__name__, generator, without)
-
-
-def _reset(module: nn.Module, name: str, generator: Generator | None, without: nn.Module | None) -> None:
     if module is without or not any(parameter.requires_grad for parameter in module.parameters()):
         return
-    reset: Any = getattr(module, "reset_parameters", None)
-    if reset is not None and "generator" in signature(reset).parameters:
-        reset(generator=generator)
-    elif reset is not None:
-        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-        with seeded(generator, devices):
-            reset()
-    else:
+    name, reset = name or type(module).__name__, getattr(module, "reset_parameters", None)
+    if reset is None:
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 expected = f"expected `reset_parameters` of {name}, which has {own}, got none"
                 raise ValueError(f"restarts: {expected}; give the module that method, or pass restarts=0")
         for child, part in module.named_children():
-            _reset(part, f"{name}.{child}", generator, without)
+            reset_parameters(part, generator, without=without, name=f"{name}.{child}")
+        return
+    with frozen(module.parameters()):
+        if "generator" in signature(reset).parameters:
+            reset(generator=generator)
+        else:
+            with seeded(generator, {p.device for p in module.parameters() if p.device.type == "cuda"}):
+                reset()
 
 
 @contextmanager
