@@ -15,7 +15,7 @@ from ..viterbi import viterbi
 from .chain_model import ChainModel, Sample, check_module, check_possible
 from .checks import check_count, check_last_axes
 from .data import Data, Ends, Rows, Sequences
-from .emissions import Emission
+from .emissions import Emission, Mixture
 from .expectations import mixed
 from .log_weights import LogWeights
 from .transitions import Transitions
@@ -40,8 +40,8 @@ class Completion(NamedTuple):
 class ChainCircuit(ChainModel):
     r"""`p(data) = sum_r mixing_r sum_z p_r(z_0) prod_i P_ri(z_{i-1}, z_i) prod_i p_ri(data_i | z_i)`.
 
-    A mixture of t inhomogeneous hidden Markov models over v variables with c hidden states each. Every marginal and
-    every conditional of any subset of variables is exact, at the cost of one evaluation.
+    A mixture of t inhomogeneous hidden Markov models over v variables with c hidden states each. Marginals and
+    conditionals of any subset of variables are exact, and cost one evaluation.
 
     Args:
         num_variables: v.
@@ -49,9 +49,9 @@ class ChainCircuit(ChainModel):
         num_repetitions: t.
         emission: an `Emission` with units `[t, v, c]`, such as `Categorical((t, v, c), K)`; or "bernoulli", "gaussian"
             or "poisson" for numbers.
-        transition: `Transitions` with `lead=(t, v - 1)`, or 1 in the place of either for weights that are shared; or a
-            module whose call returns a structure of `logchain.transitions` of logarithms. By default each step of each
-            repetition has a trained matrix.
+        transition: `Transitions` with `lead=(t, v - 1)`, or 1 in place of either for shared weights; or a module whose
+            call returns a structure of `logchain.transitions` of logarithms. By default each step of each repetition
+            has a trained matrix.
         generator: the source of randomness for the initial parameters.
 
     Attributes:
@@ -68,9 +68,9 @@ class ChainCircuit(ChainModel):
         TypeError: an argument is of another kind.
         ValueError: sizes do not go together, or there are covariates or known states, which only an `HMM` takes.
 
-    Cost: `t v c^2` multiply-adds a data point, or what a structure says, twice that for gradients, and the memory of
+    Cost: `t v c^2` multiply-adds per data point, or those of a structure, twice that for gradients, and the memory of
     `logchain.product`. Draws and `decode` cost what `logchain.sample` and `logchain.viterbi` do; the latter needs a
-    structure that has best paths, which `LowRank` has not.
+    structure that has best paths, which `LowRank` lacks.
 
     Source: a chain of sum layers as a probabilistic circuit: Y. Choi, A. Vergari and G. Van den Broeck, "Probabilistic
     circuits" (2020).
@@ -190,8 +190,7 @@ class ChainCircuit(ChainModel):
         """
         sequences, chain = self._chain_of(data, observed, lengths)
         values, known = self._known(sequences)
-        if self.emission.event and bool((known != known[..., :1]).any()):
-            raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
+        self._check_whole(known)
         modes, best = self.emission.mode()  # (t, v, c, *event), (t, v, c)
         whole = known.all(-1) if self.emission.event else known
         x = torch.where(whole[..., None, :, None], chain.x, best.to(chain.x))
@@ -227,13 +226,13 @@ class ChainCircuit(ChainModel):
         *,
         lengths: Ends = None,
     ) -> Tensor:
-        """Independent, exact draws conditional on the observed variables, which stay as they are, for each of B.
+        """Independent, exact draws of the data, conditional on the observed variables, which stay as they are.
 
         Returns:
             `[num_samples, *B, v, *event]`.
 
         Raises:
-            ValueError: the data are impossible.
+            ValueError: the data are impossible, or an event whose entries depend on each other is observed in part.
 
         >>> circuit = ChainCircuit(3, 2)
         >>> circuit.emission.set(torch.tensor([0.0, 1.0]))
@@ -244,6 +243,8 @@ class ChainCircuit(ChainModel):
         """
         sequences, chain = self._chain_of(data, observed, lengths)
         values, known = self._known(sequences)
+        if any(isinstance(part, Mixture) or getattr(part, "has_matrices", False) for part in self.emission.modules()):
+            self._check_whole(known)
         return torch.where(known, values, self._draw(chain, num_samples, generator).data)
 
     def extra_repr(self) -> str:
@@ -266,9 +267,9 @@ class ChainCircuit(ChainModel):
 
     def _log_norm(self, chain: ChainArguments) -> Tensor:
         # in float64: for long data the difference between repetitions is small compared with their log-likelihoods
-        mixed = matmul(_components(chain)[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
+        log_norm = matmul(_components(chain)[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
         # a copy: a view would lose the hooks that FSDP2 puts on what `forward` returns
-        return mixed.to(chain.x.dtype, copy=True)
+        return log_norm.to(chain.x.dtype, copy=True)
 
     def _posterior(self, chain: ChainArguments) -> Marginals:
         with torch.enable_grad():
@@ -295,6 +296,10 @@ class ChainCircuit(ChainModel):
         filled, known = self.emission.known(*self._observations(sequences))
         known = torch.ones_like(filled, dtype=torch.bool) if known is None else known
         return filled.squeeze(axis), known.squeeze(axis)
+
+    def _check_whole(self, known: Tensor) -> None:
+        if self.emission.event and bool((known != known[..., :1]).any()):
+            raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
 
     def _draw(self, chain: ChainArguments, num_samples: int, generator: Generator | None) -> Sample:
         check_count("num_samples", num_samples)
