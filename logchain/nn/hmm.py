@@ -43,18 +43,18 @@ class HMM(ChainModel):
             a hidden semi-Markov model; or a module that maps covariates to logits `[*B or ones, v-1 or 1, c, c]`
             (`[from, to]`), or to a structure of `logchain.transitions` whose parameters are logarithms. By default
             `Transitions(num_states)`, one matrix for all steps.
-        generator: the source of randomness for the initial parameters that are not of modules passed.
+        generator: the source of randomness for the initial parameters, except those of modules that are passed.
 
     The methods take data as a tensor, a numpy array, or a list of these:
         data: `[*B, v, *event]`, such as `[n, v]` or `[v]`; a list of sequences `[v_i, *event]`; or concatenated
             sequences `[total, *event]` with `lengths` `[n]`. The latter two are packed, never padded. What methods
             return for each step has the layout of the data: a list for a list, `[total, ...]` for concatenated ones.
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
-            `Emission`, so are NaN entries of the data, and `[v]` serves all sequences.
+            `Emission`, NaN entries of the data are summed out too, and a mask `[v]` serves all sequences.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps after the end have no influence.
             Those of concatenated sequences have the sum `total`.
-        covariates: one row for each step, `[*B, v, ...]`, or 1 in the place of v or of axes of B. Row i drives the
-            emission at step i, if the emission `takes_covariates`, and the transition into step i; row 0 drives none.
+        covariates: one row for each step, `[*B, v, ...]`, or 1 in place of v or of axes of B. Row i drives the emission
+            at step i, if it `takes_covariates`, and the transition into step i; row 0 drives no transition.
             Transitions of packed sequences are called with all rows `[total, ...]`, for `[total or 1, c, c]`.
         states: integers `[*B, v]`, the states that are known, and -1 elsewhere.
 
@@ -100,7 +100,7 @@ class HMM(ChainModel):
     def transition_matrix(self) -> Tensor:
         """The probabilities `[c, c]` of transitions, `[from, to]`, or `[v-1, c, c]` where they differ by steps.
 
-        They have no gradients. With `Durations`, they are those with which segments follow each other.
+        They have no gradients. With `Durations`, they are those of the moves between segments.
         """
         logs = self._log_transitions(None)
         dense = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
@@ -207,16 +207,15 @@ class HMM(ChainModel):
         covariates: Rows = None,
         states: Rows = None,
     ) -> Forecast:
-        """The probabilities of the states at the steps after the last one, and the mean of the data there.
+        """The probabilities of the states at the k = `num_steps` steps after the last one, and the mean of the data.
 
-        `num_steps` is the number k of further steps, `future_covariates` `[*B, k, ...]`, packed `[n, k, ...]`, are
-        their covariates, a tensor or an array.
+        `future_covariates` `[*B, k, ...]`, packed `[n, k, ...]`, are the covariates of these steps, a tensor or array.
 
         Returns:
             `Forecast(states [*B, k, c], mean [*B, k, *event])`, packed `[n, k, ...]`, without gradients.
 
         Raises:
-            ValueError: there are trained matrices for each step, which say nothing about further steps.
+            ValueError: each step has a trained matrix, and further steps have none.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))
@@ -287,7 +286,7 @@ class HMM(ChainModel):
             `Sample(states, data)`: int64 `[num_samples, *B, v]` and `[num_samples, *B, v, *event]`.
 
         Raises:
-            TypeError: the emission is no `Emission`, or a number is no integer.
+            TypeError: the emission is not an `Emission`, or a number is not an integer.
             ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
                 not `right_censored` do not sum to `num_steps`.
 
@@ -311,7 +310,7 @@ class HMM(ChainModel):
 
     @torch.no_grad()
     def sort_states(self, by: Tensor | Array | Sequence[float] | Callable[["HMM"], Any]) -> None:
-        """Number the states again, in place, in the order of rising values of `by`.
+        """Renumber the states in ascending order of `by`, in place.
 
         Args:
             by: numbers `[c]`, a tensor, an array or a list, or a function of the model that returns them.

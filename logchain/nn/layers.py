@@ -23,7 +23,7 @@ class SumLayer(torch.nn.Module):
     inputs of positive weight are.
 
     Raises:
-        TypeError: a size is no integer, or x no floating tensor.
+        TypeError: a size is not an integer, or x is not a floating tensor.
         ValueError: a size is not positive, or the shape of x does not end in `[*L, c]`.
 
     Cost: `c c'` multiply-adds for each of `[..., *L]`, as one batched product of matrices; see `logchain.matmul`.

@@ -25,8 +25,8 @@ class LogWeights(nn.Module):
     Gradients alone never take a weight to 0; expectation maximization does where a count is 0.
 
     Raises:
-        TypeError: a size is no integer, or the prior no `Dirichlet`.
-        ValueError: the axis has no entry, `dim` is no axis, or the concentration has another shape.
+        TypeError: a size is not an integer, or the prior is not a `Dirichlet`.
+        ValueError: the axis has no entry, `dim` is not an axis, or the concentration has another shape.
 
     >>> weights = LogWeights(2, 2)
     >>> weights.set(torch.tensor([[0.9, 0.1], [0.0, 1.0]]))
