@@ -331,12 +331,13 @@ class HMM(ChainModel):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
         if bool(numbers.isnan().any()):
             raise ValueError(f"by: expected numbers, got nan of state {int(numbers.isnan().int().argmax())}")
-        if not (self._is_trained and isinstance(self._log_transitions(None), Dense | Duration)):
+        transition = self.transition
+        if not isinstance(transition, Transitions) or not isinstance(self._log_transitions(None), Dense | Duration):
             expected = "a dense matrix or durations that are trained"
-            raise TypeError(f"transition: expected {expected}, got {self.transition}")
+            raise TypeError(f"transition: expected {expected}, got {transition}")
         if not isinstance(self.initial, LogWeights | None):
             raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
-        permute_states(emission, self.initial, self.transition, torch.argsort(numbers, stable=True))
+        permute_states(emission, self.initial, transition, torch.argsort(numbers, stable=True))
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
