@@ -253,7 +253,6 @@ class ChainCircuit(ChainModel):
         return f"num_variables={v}, num_states={c}, num_repetitions={t}"
 
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
-        """The checked arguments of a method, and the chains `[*B, t, v, c]` of all repetitions, of probabilities."""
         sequences = self._sequences(*arguments)
         for name in ("covariates", "states"):
             if getattr(sequences, name) is not None:

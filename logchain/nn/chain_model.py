@@ -234,7 +234,6 @@ class ChainModel(nn.Module):
         return sequences.with_batch()
 
     def _log_norm(self, chain: ChainArguments) -> Tensor:
-        """The log-likelihoods of sequences."""
         return product(**chain._asdict())
 
     def _event_axes(self) -> int | None:
@@ -243,7 +242,6 @@ class ChainModel(nn.Module):
         return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
 
     def _observations(self, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
-        """Data and mask as the emission takes them."""
         return sequences.data, sequences.known
 
     def _sequences(

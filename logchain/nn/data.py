@@ -159,7 +159,6 @@ def as_tensor(name: str, value: object, like: Tensor, cast: bool) -> Tensor:
 
 
 def _parts(name: str, value: Any, is_list: bool, like: Tensor, cast: bool) -> list[Tensor]:
-    """A tensor or array, or those of a list of sequences `[v_i, ...]`."""
     if not is_list:
         return [as_tensor(name, value, like, cast)]
     if not isinstance(value, list | tuple) or not value:

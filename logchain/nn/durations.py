@@ -130,7 +130,6 @@ class FamilyWeights(LogWeights):
 
 
 def _family(name: str, num_states: int, mean: float, generator: Generator | None) -> Distribution:
-    """A family of which every state has about this mean."""
     if name == "poisson":
         return Distribution(torch.distributions.Poisson, num_states, spread=0.5, generator=generator, rate=mean)
     family, logits = torch.distributions.NegativeBinomial, math.log(mean)

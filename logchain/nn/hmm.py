@@ -375,7 +375,6 @@ class HMM(ChainModel):
         return isinstance(self.transition, Transitions)
 
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
-        """The checked arguments of a method, and their chain."""
         sequences = self._sequences(*arguments)
         x = potentials(self.emission, self.num_states, sequences)
         if not x.shape[-2]:

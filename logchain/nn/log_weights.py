@@ -156,7 +156,6 @@ class LogWeights(nn.Module):
         return round(float((possible - possible / self.totals(possible)).sum()))
 
     def _store(self, probabilities: Tensor) -> None:
-        """Set the weights to probabilities that sum to 1."""
         # finite where weights are fixed at 0: weight decay would make NaN of -inf
         self.logits.copy_(self._masked(probabilities.log(), 0.0))
 

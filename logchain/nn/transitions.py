@@ -143,7 +143,6 @@ def _without_values(structure: Transition, device: torch.device) -> Transition:
 
 
 def _modules(structure: Transition, dims: int | tuple[int, ...] | None, prior: Dirichlet | None) -> list[LogWeights]:
-    """A module for each tensor of weights."""
     shapes = [start.shape for start in _layout(structure)]
     if dims is None and isinstance(structure, Banded | Sparse):
         sources = _arcs(structure)[0]
@@ -181,7 +180,6 @@ def _arcs(structure: Banded | Sparse) -> Tensor:
 
 
 def _sticky(structure: Transition, sticky: float, prior: Dirichlet | None) -> Dirichlet | None:
-    """The prior with `sticky` added to the concentration of the diagonal."""
     check_number("sticky", sticky)
     if not sticky:
         return prior

@@ -152,7 +152,6 @@ class Product(Emission):
         return self._joined([places.to(self.dtype) for places, _ in modes]), sum(logs for _, logs in modes)
 
     def _parts(self, data: Tensor, known: Tensor | None) -> list[tuple[Any, Tensor, Any]]:
-        """Each family, with its columns of data and mask."""
         masks = [None] * len(self.sizes) if known is None else self._columns(known)
         return list(zip(self.families, self._columns(data), masks, strict=True))
 
@@ -162,6 +161,5 @@ class Product(Emission):
         return [part if family.event else part[..., 0] for family, part in parts]
 
     def _joined(self, columns: list[Tensor]) -> Tensor:
-        """Columns of all families as one vector."""
         parts = zip(self.families, columns, strict=True)
         return torch.cat([part if family.event else part[..., None] for family, part in parts], -1)

@@ -181,7 +181,6 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
 
 
 def _transform(name: str, limit: Any) -> Any:
-    """The transform of real numbers to those that a constraint allows."""
     for registry in (biject_to, transform_to):
         with suppress(NotImplementedError):
             return registry(limit)

@@ -95,7 +95,6 @@ class Covariances(Emission):
 
     @property
     def _parameter(self) -> nn.Parameter:
-        """The parameter of the covariances."""
         return self.factors if self.has_matrices else self.log_scales
 
     def _cholesky(self) -> Tensor:
@@ -135,7 +134,6 @@ class Covariances(Emission):
         return None
 
     def _set_covariances(self, covariance: Tensor) -> None:
-        """Set variances or covariances, after checks."""
         event = 2 * self.event if self.has_matrices else self.event
         covariance = broadcast("covariance", covariance, torch.Size((*self.units, *event)))
         if not covariance.isfinite().all():
@@ -295,10 +293,7 @@ class Gaussian(Covariances):
         return means, means.detach().mean(-3, keepdim=True)
 
     def _features(self, data: Tensor, observed: Tensor | None, center: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, b, e]`.
-
-        Statistics are count, values and products of the entries of each block that is observed as a whole.
-        """
+        """Statistics `[..., *U, f]` of blocks observed as a whole, data about the center and mask `[..., *U, b, e]`."""
         data, known = self.known(data, observed)
         shape = *data.shape[: data.dim() - len(self.event)], *self._blocks
         centered = data.double().reshape(shape) - center.squeeze(-3)
@@ -334,16 +329,13 @@ class Gaussian(Covariances):
     def _patterns(
         self, centered: Tensor, known: Tensor, means: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
-        """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
-
-        Yields the variable, m rows, their differences from the means `[c, m, d]`, 0 where missing, the pattern `[d]`,
-        and Cholesky factors `[c, d, d]` of covariances whose missing entries are those of the identity.
-        """
+        """Each variable and pattern of entries that are missing in part, with the rows that have it."""
         centered, known = by_group(centered[..., 0, :], self.units), groups_of(known[..., 0, :], self.units)
         for group, (masks, matrices) in enumerate(zip(known, self._matrices(), strict=True)):
             for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
                 rows, identity = (masks == pattern).all(-1).nonzero()[:, 0], torch.eye(len(pattern)).to(matrices)
-                away = (centered[group, rows] - means[group]).masked_fill(~pattern, 0.0)
+                away = (centered[group, rows] - means[group]).masked_fill(~pattern, 0.0)  # (c, m, d)
+                # of covariances whose missing entries are those of the identity
                 factors = torch.linalg.cholesky(torch.where(pattern[:, None] & pattern, matrices, identity))
                 yield group, rows, away, pattern, factors
 
