@@ -228,7 +228,7 @@ class ChainModel(nn.Module):
 
     @torch.no_grad()
     def _batched(self, sequences: Sequences) -> Sequences:
-        """The same with a batch axis; of a module that does not say its event, the likelihoods say if there is one."""
+        """The same sequences with a batch axis; likelihoods have the axes of B where those of events are not known."""
         if sequences.batch_axes is None:
             sequences = replace(sequences, batch_axes=self._log_norm(self._chain_of(sequences)[1]).dim())
         return sequences.with_batch()

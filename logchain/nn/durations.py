@@ -1,7 +1,7 @@
 """Trained durations of states: hidden semi-Markov models."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -84,7 +84,11 @@ class Durations(Transitions):
             check_choice("durations", durations, ("free", "poisson", "negative_binomial"))
             if durations == "free":
                 return
-            durations = _family(durations, num_states, max_duration / 2, generator)
+            # of about the same mean for every state
+            family, initial = "Poisson", dict[str, Any](rate=max_duration / 2)
+            if durations == "negative_binomial":
+                family, initial = "NegativeBinomial", {"total_count": 1.0, "logits": math.log(max_duration / 2)}
+            durations = Distribution(family, num_states, spread=0.5, generator=generator, **initial)
         if durations.units != (num_states,):
             raise ValueError(f"durations: expected an Emission of units ({num_states},), got {durations.units}")
         self.weights[1] = FamilyWeights(durations, max_duration, prior)
@@ -127,10 +131,3 @@ class FamilyWeights(LogWeights):
             return terms
 
         maximize_by_lbfgs(list(self.family.parameters()), likelihood, 100)
-
-
-def _family(name: str, num_states: int, mean: float, generator: Generator | None) -> Distribution:
-    if name == "poisson":
-        return Distribution(torch.distributions.Poisson, num_states, spread=0.5, generator=generator, rate=mean)
-    family, logits = torch.distributions.NegativeBinomial, math.log(mean)
-    return Distribution(family, num_states, spread=0.5, generator=generator, total_count=1.0, logits=logits)

@@ -13,8 +13,8 @@ def permute_states(emission: Emission, initial: LogWeights | None, transition: T
     """Permute the states of the parts of a hidden Markov model, in place; transitions are dense, or have durations."""
     _, *durations = transition.weights
     # the moves and durations of segments share a prior
-    for name, part in {"emission": emission, **({"transition": transition} if durations else {})}.items():
-        priors = (layer for layer in part.modules() if isinstance(layer, Prior))
+    for name, module in {"emission": emission, **({"transition": transition} if durations else {})}.items():
+        priors = (layer for layer in module.modules() if isinstance(layer, Prior))
         if any(tensor.numel() > 1 for prior in priors for tensor in prior.buffers()):
             remedy = "sort states before a prior with tensors is assigned"
             raise ValueError(f"{name}: expected numbers in its prior, got tensors; {remedy}")

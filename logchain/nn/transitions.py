@@ -27,8 +27,8 @@ class Transitions(nn.Module):
     Args:
         states: c, for a dense matrix that is drawn; or what training starts from: a matrix `[..., c, c]`, or a
             structure of `logchain.transitions`, of non-negative weights, which are normalized. What is 0 stays 0.
-        dims: for another structure than those of `logchain.transitions`, the axis of each of its parameters along which
-            it sums to 1, from the right; one number serves all. They have to make the rows of matrices sum to 1.
+        dims: for a structure that is not of `logchain.transitions`, the axis from the right along which each of its
+            parameters sums to 1; one number serves all. They have to make the rows of matrices sum to 1.
         lead: sizes of axes before those of the weights: steps `(v - 1,)`, or repetitions and steps.
         sticky: added to the concentration of the diagonal, so that states last longer; for dense matrices, `Banded` and
             `Sparse`. 0 or more.
