@@ -208,8 +208,6 @@ def fit(
 
 
 Rows = Tensor | None  # indices of sequences, None for all
-# a function that takes a step for some batches, and returns the log-posterior before it, as estimated from them
-Advance = Callable[[list[Rows]], Tensor]
 
 
 @dataclass
@@ -334,8 +332,8 @@ class _Run:
 
     def start(self, iterations: Iterable[int]) -> Fit:
         """The fit from the present parameters."""
-        history, converged = list[float](), False
-        advance = self.em() if self.method == "em" else self.gradient()
+        history, converged, self.numbers = list[float](), False, count()
+        advance = self.em if self.method == "em" else partial(self.gradient, self.new_optimizer())
         for _ in iterations:
             groups = [[rows] for rows in self.batches()] if self.moving else [list(self.batches())]
             history.append(_finite(sum(advance(group) * self.share(group[0]) for group in groups)))
@@ -347,42 +345,36 @@ class _Run:
         converged = converged or self.has_converged(history)
         return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
-    def em(self) -> Advance:
-        """Expectation maximization."""
-        numbers = count()
+    def em(self, batches: list[Rows]) -> Tensor:
+        """Take a step of expectation maximization; returns an estimate of the log-posterior before it."""
+        step = self.step(next(self.numbers)) if callable(self.step) else self.step
+        with torch.no_grad():
+            before: Tensor = log_prior(self.model)
+        functions = (partial(self.log_likelihood, rows) for rows in batches)
+        return em_step(self.model, functions, 1.0 if step is None else step) + before
 
-        def advance(batches: list[Rows]) -> Tensor:
-            step = self.step(next(numbers)) if callable(self.step) else self.step
-            with torch.no_grad():
-                before = log_prior(self.model)
-            functions = (partial(self.log_likelihood, rows) for rows in batches)
-            result: Tensor = em_step(self.model, functions, 1.0 if step is None else step) + before
-            return result
+    def gradient(self, optimizer: Any, batches: list[Rows]) -> Tensor:
+        """Take a step of an optimizer; returns an estimate of the log-posterior before it."""
 
-        return advance
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                # a mean over sequences, so that a learning rate suits any number of them
+                loss: Tensor = -(self.log_likelihood(batches[0]) + log_prior(self.model)) / len(self.data)
+            loss.backward()
+            return loss
 
-    def gradient(self) -> Advance:
-        """Steps of an optimizer."""
+        loss: Tensor = optimizer.step(closure)
+        return -loss.detach() * len(self.data)
+
+    def new_optimizer(self) -> Any:
+        """The optimizer of a start: the user's, L-BFGS, or Adam with mini-batches."""
         adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
         optimizer: Any = (self.optimizer or (adam if self.moving else lbfgs))(list(self.trained.values()))
         if not hasattr(optimizer, "step"):
             expected = "a function that returns an optimizer"
             raise TypeError(f"optimizer: expected {expected}, got one that returns {optimizer!r}")
-
-        def advance(batches: list[Rows]) -> Tensor:
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                with torch.enable_grad():
-                    # a mean over sequences, so that a learning rate suits any number of them
-                    posterior = self.log_likelihood(batches[0]) + log_prior(self.model)
-                    loss: Tensor = -posterior / len(self.data)
-                loss.backward()
-                return loss
-
-            loss: Tensor = optimizer.step(closure)
-            return -loss.detach() * len(self.data)
-
-        return advance
+        return optimizer
 
 
 def _num_parameters(model: nn.Module) -> int:
