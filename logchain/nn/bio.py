@@ -30,9 +30,9 @@ def bio_constraints(tags: Sequence[str], scheme: Literal["BIO", "IOB1", "BIOES",
 
     Args:
         tags: the names of the c tags, in the order of their numbers: "O", or a prefix and a type such as "B-PER".
-        scheme: "BIO": I-X follows B-X or I-X. "IOB1": B-X follows B-X or I-X, and I-X may begin a span. "BIOES": I-X
-            and E-X follow B-X or I-X, after which they have to come; S-X is a span of one word. "BILOU": the same with
-            L and U in place of E and S.
+        scheme: "BIO": I-X follows B-X or I-X. "IOB1": B-X follows B-X or I-X, and I-X may begin a span. "BIOES": B-X
+            and I-X are followed by I-X or E-X, which come nowhere else; S-X is a span of one word. "BILOU": the same
+            with L and U in place of E and S.
 
     Raises:
         ValueError: a tag or the scheme is not one of these.

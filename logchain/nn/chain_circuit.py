@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ..chain_arguments import ChainArguments
 from ..marginals import Marginals
@@ -12,10 +12,11 @@ from ..product import product
 from ..sample import sample
 from ..transitions import Transition
 from ..viterbi import viterbi
-from .chain_model import ChainModel, Sample, check_module
+from .chain_model import ChainModel, Sample, check_module, check_possible
 from .checks import check_count, check_last_axes
 from .data import Data, Ends, Rows, Sequences
-from .emissions import Emission
+from .emissions import Emission, Mixture
+from .expectations import mixed
 from .log_weights import LogWeights
 from .transitions import Transitions
 
@@ -39,8 +40,8 @@ class Completion(NamedTuple):
 class ChainCircuit(ChainModel):
     r"""`p(data) = sum_r mixing_r sum_z p_r(z_0) prod_i P_ri(z_{i-1}, z_i) prod_i p_ri(data_i | z_i)`.
 
-    A mixture of t inhomogeneous hidden Markov models over v variables with c hidden states each. Every marginal and
-    every conditional of any subset of variables is exact, at the cost of one evaluation.
+    A mixture of t inhomogeneous hidden Markov models over v variables with c hidden states each. Marginals and
+    conditionals of any subset of variables are exact, and cost one evaluation.
 
     Args:
         num_variables: v.
@@ -48,9 +49,9 @@ class ChainCircuit(ChainModel):
         num_repetitions: t.
         emission: an `Emission` with units `[t, v, c]`, such as `Categorical((t, v, c), K)`; or "bernoulli", "gaussian"
             or "poisson" for numbers.
-        transition: `Transitions` with `lead=(t, v - 1)`, or 1 in the place of either for weights that are shared; or a
-            module whose call returns a structure of `logchain.transitions` of logarithms. By default each step of each
-            repetition has a trained matrix.
+        transition: `Transitions` with `lead=(t, v - 1)`, or 1 in place of either for shared weights; or a module whose
+            call returns a structure of `logchain.transitions` of logarithms. By default each step of each repetition
+            has a trained matrix.
         generator: the source of randomness for the initial parameters.
 
     Attributes:
@@ -67,9 +68,9 @@ class ChainCircuit(ChainModel):
         TypeError: an argument is of another kind.
         ValueError: sizes do not go together, or there are covariates or known states, which only an `HMM` takes.
 
-    Cost: `t v c^2` multiply-adds a data point, or what a structure says, twice that for gradients, and the memory of
+    Cost: `t v c^2` multiply-adds per data point, or those of a structure, twice that for gradients, and the memory of
     `logchain.product`. Draws and `decode` cost what `logchain.sample` and `logchain.viterbi` do; the latter needs a
-    structure that has best paths, which `LowRank` has not.
+    structure that has best paths, which `LowRank` lacks.
 
     Source: a chain of sum layers as a probabilistic circuit: Y. Choi, A. Vergari and G. Van den Broeck, "Probabilistic
     circuits" (2020).
@@ -115,7 +116,7 @@ class ChainCircuit(ChainModel):
         num_repetitions: int = 1,
         emission: str | Emission = "bernoulli",
         *,
-        transition: torch.nn.Module | None = None,
+        transition: nn.Module | None = None,
         generator: Generator | None = None,
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states
@@ -146,11 +147,7 @@ class ChainCircuit(ChainModel):
                  [0., 1.],
                  [1., 0.]]])
         """
-        chain = self.arguments(data, observed, lengths=lengths)
-        with torch.enable_grad():
-            x = chain.x.detach().requires_grad_()
-            log_norm = self._log_norm(chain._replace(x=x))
-            return Marginals(torch.autograd.grad(log_norm.sum(), x)[0], None, log_norm.detach())
+        return self._posterior(self.arguments(data, observed, lengths=lengths))
 
     @torch.no_grad()
     def conditionals(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Tensor:
@@ -163,39 +160,13 @@ class ChainCircuit(ChainModel):
             TypeError: the variables have infinitely many values.
             ValueError: the data are impossible.
         """
-        sequences = self._sequences(data, observed, lengths)
-        probabilities = self._expectations(sequences, self.emission.log_probabilities().exp())
+        sequences, chain = self._chain_of(data, observed, lengths)
+        posterior = self._posterior(chain)
+        check_possible(posterior.log_norm)
+        probabilities = mixed(self.emission, posterior.states, self.emission.log_probabilities().exp())
         values, known = self._known(sequences)
         hits = values[..., None] == torch.arange(probabilities.shape[-1], device=values.device)
         return torch.where(known[..., None], hits.to(probabilities), probabilities)
-
-    @torch.no_grad()
-    def impute(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Tensor:
-        """The data, with each missing variable replaced by its expectation, or by the most probable of K values.
-
-        Returns:
-            `[*B, v, *event]`.
-
-        Raises:
-            NotImplementedError: the emission has no means.
-            ValueError: the data are impossible, or an event is observed in part.
-
-        >>> circuit = ChainCircuit(2, 2, emission="gaussian")
-        >>> circuit.emission.set(torch.tensor([0.0, 10.0]), torch.ones(2))
-        >>> circuit.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-        >>> circuit.impute(torch.tensor([10.0, torch.nan])).round()
-        tensor([10.,  8.])
-        """
-        sequences: Any = self._sequences(data, observed, lengths)
-        values, known = self._known(sequences)
-        if self.emission.num_values is not None:
-            return torch.where(known, values, self.conditionals(sequences).argmax(-1))
-        self._check_whole(known)
-        means = self.emission.distribution().mean
-        if bool(means.isnan().any()):
-            raise NotImplementedError(f"impute: expected an emission with means, got {self.emission}")
-        best = self._expectations(sequences, means.reshape(*self.emission.units, -1))
-        return torch.where(known, values, best.view(values.shape))
 
     @torch.no_grad()
     def decode(self, data: Data, observed: Rows = None, *, lengths: Ends = None) -> Completion:
@@ -225,7 +196,7 @@ class ChainCircuit(ChainModel):
         x = torch.where(whole[..., None, :, None], chain.x, best.to(chain.x))
         path = viterbi(x, chain.bulk, chain.p0)
         score, repetition = (path.score + self.mixing()).max(-1)
-        _check_possible(score)
+        check_possible(score)
         states = _of_repetition(path.states, repetition, 0)
         variables = torch.arange(states.shape[-1], device=states.device)
         completed = torch.where(known, values, modes[repetition[..., None], variables, states])
@@ -255,13 +226,13 @@ class ChainCircuit(ChainModel):
         *,
         lengths: Ends = None,
     ) -> Tensor:
-        """Independent, exact draws conditional on the observed variables, which stay as they are, for each of B.
+        """Independent, exact draws of the data, conditional on the observed variables, which stay as they are.
 
         Returns:
             `[num_samples, *B, v, *event]`.
 
         Raises:
-            ValueError: the data are impossible.
+            ValueError: the data are impossible, or an event whose entries depend on each other is observed in part.
 
         >>> circuit = ChainCircuit(3, 2)
         >>> circuit.emission.set(torch.tensor([0.0, 1.0]))
@@ -272,6 +243,8 @@ class ChainCircuit(ChainModel):
         """
         sequences, chain = self._chain_of(data, observed, lengths)
         values, known = self._known(sequences)
+        if any(isinstance(part, Mixture) or getattr(part, "has_matrices", False) for part in self.emission.modules()):
+            self._check_whole(known)
         return torch.where(known, values, self._draw(chain, num_samples, generator).data)
 
     def extra_repr(self) -> str:
@@ -280,7 +253,6 @@ class ChainCircuit(ChainModel):
         return f"num_variables={v}, num_states={c}, num_repetitions={t}"
 
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
-        """The checked arguments of a method, and the chains `[*B, t, v, c]` of all repetitions, of probabilities."""
         sequences = self._sequences(*arguments)
         for name in ("covariates", "states"):
             if getattr(sequences, name) is not None:
@@ -294,15 +266,15 @@ class ChainCircuit(ChainModel):
 
     def _log_norm(self, chain: ChainArguments) -> Tensor:
         # in float64: for long data the difference between repetitions is small compared with their log-likelihoods
-        mixed = matmul(_components(chain)[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
+        log_norm = matmul(_components(chain)[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
         # a copy: a view would lose the hooks that FSDP2 puts on what `forward` returns
-        return mixed.to(chain.x.dtype, copy=True)
+        return log_norm.to(chain.x.dtype, copy=True)
 
-    def _expectations(self, sequences: Any, values: Tensor) -> Tensor:
-        """Sums `[*B, v, k]` of values `[t, v, c, k]`, weighted by their posteriors."""
-        posterior = self.posterior(sequences)
-        _check_possible(posterior.log_norm)
-        return torch.einsum("...tvc,tvck->...vk", posterior.states, values.to(posterior.states))
+    def _posterior(self, chain: ChainArguments) -> Marginals:
+        with torch.enable_grad():
+            x = chain.x.detach().requires_grad_()
+            log_norm = self._log_norm(chain._replace(x=x))
+            return Marginals(torch.autograd.grad(log_norm.sum(), x)[0], None, log_norm.detach())
 
     def _event_axes(self) -> int:
         return len(self.emission.event)
@@ -331,7 +303,7 @@ class ChainCircuit(ChainModel):
     def _draw(self, chain: ChainArguments, num_samples: int, generator: Generator | None) -> Sample:
         check_count("num_samples", num_samples)
         joint = _components(chain) + self.mixing()  # (*B, t)
-        _check_possible(joint.amax(-1))
+        check_possible(joint.amax(-1))
         shares = torch.softmax(joint, -1).reshape(-1, joint.shape[-1])
         drawn = torch.multinomial(shares, num_samples, replacement=True, generator=generator)
         repetition = drawn.T.reshape(num_samples, *joint.shape[:-1])
@@ -348,12 +320,6 @@ def _components(chain: ChainArguments) -> Tensor:
     # a variable with -inf alone is not shifted
     top = torch.where(top == -torch.inf, 0.0, top)
     return product(chain.x - top, chain.bulk, chain.p0).double() + top.double().sum((-2, -1))
-
-
-def _check_possible(log_prob: Tensor) -> None:
-    impossible = log_prob == -torch.inf
-    if bool(impossible.any()):
-        raise ValueError(f"data: expected what is possible, got log-probability -inf {int(impossible.sum())} times")
 
 
 def _of_repetition(values: Tensor, repetition: Tensor, event: int) -> Tensor:

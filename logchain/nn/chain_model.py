@@ -6,13 +6,15 @@ from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..chain_arguments import ChainArguments
+from ..marginals import Marginals
 from ..product import product
 from .checks import check_unsharded
 from .data import Array, Data, Ends, Rows, Sequences
 from .emissions import Bernoulli, Emission, Gaussian, Poisson
+from .expectations import expected_data
 from .fitting import Fit, Optimizer, fit
 from .parameters import frozen, reset_parameters
 
@@ -31,7 +33,7 @@ class Sample(NamedTuple):
     data: Tensor
 
 
-class ChainModel(torch.nn.Module):
+class ChainModel(nn.Module):
     """The base class of `HMM` and `ChainCircuit`: models of sequences along a chain of hidden states.
 
     Methods take data, and what belongs to them, as these classes say.
@@ -39,11 +41,9 @@ class ChainModel(torch.nn.Module):
 
     # whether the initial distribution is that of the transitions, which leaves them without a maximum in closed form
     stationary = False
-    emission: torch.nn.Module
+    emission: nn.Module
 
-    def __init__(
-        self, emission: str | torch.nn.Module, units: tuple[int, ...], generator: torch.Generator | None
-    ) -> None:
+    def __init__(self, emission: str | nn.Module, units: tuple[int, ...], generator: Generator | None) -> None:
         super().__init__()
         check_module("emission", emission, *EMISSIONS)
         module = EMISSIONS[emission](units, generator=generator) if isinstance(emission, str) else emission
@@ -87,6 +87,38 @@ class ChainModel(torch.nn.Module):
     forward = log_prob
 
     @torch.no_grad()
+    def impute(
+        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
+    ) -> Any:
+        """The data, with what is missing replaced by its expectation conditional on all that is observed.
+
+        Where data have finitely many values, such as categories, it is replaced by the most probable one.
+
+        Returns:
+            The data in their layout, 0 past the end in an `HMM`.
+
+        Raises:
+            NotImplementedError: the emission has no means, or none conditional on a part of a vector.
+            ValueError: the data are impossible.
+
+        >>> from logchain.nn import HMM
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0])).round()
+        tensor([0., 1., 2.])
+        """
+        emission = self._known_emission("impute from")
+        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
+        values, known = emission.known(*self._observations(sequences))
+        if known is not None:
+            posterior = self._posterior(chain)
+            check_possible(posterior.log_norm)
+            best = expected_data(emission, values, known, posterior.states, sequences.covariates)
+            values = torch.where(known, values, best.reshape(values.shape))
+        return sequences.in_layout(values.reshape(sequences.data.shape))
+
+    @torch.no_grad()
     def initialize(
         self,
         data: Data,
@@ -95,7 +127,7 @@ class ChainModel(torch.nn.Module):
         lengths: Ends = None,
         covariates: Rows = None,
         states: Rows = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         """Draw trained parameters again: weights uniformly over the simplex, emissions near observations of data."""
         check_unsharded(self)
@@ -123,7 +155,7 @@ class ChainModel(torch.nn.Module):
         step: float | Callable[[int], float] | None = None,
         optimizer: Optimizer | None = None,
         restarts: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         progress: bool = False,
     ) -> Fit:
         """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
@@ -185,15 +217,23 @@ class ChainModel(torch.nn.Module):
         """The checked arguments of a method, and their chain."""
         raise NotImplementedError
 
+    def _posterior(self, chain: ChainArguments) -> Marginals:
+        """The posterior marginals of states."""
+        raise NotImplementedError
+
+    def _known_emission(self, purpose: str) -> Emission:
+        if not isinstance(self.emission, Emission):
+            raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
+        return self.emission
+
     @torch.no_grad()
     def _batched(self, sequences: Sequences) -> Sequences:
-        """The same with a batch axis; of a module that does not say its event, the likelihoods say if there is one."""
+        """The same sequences with a batch axis; likelihoods have the axes of B where those of events are not known."""
         if sequences.batch_axes is None:
             sequences = replace(sequences, batch_axes=self._log_norm(self._chain_of(sequences)[1]).dim())
         return sequences.with_batch()
 
     def _log_norm(self, chain: ChainArguments) -> Tensor:
-        """The log-likelihoods of sequences."""
         return product(**chain._asdict())
 
     def _event_axes(self) -> int | None:
@@ -202,7 +242,6 @@ class ChainModel(torch.nn.Module):
         return len(layer.units) - 1 + len(layer.event) if isinstance(layer, Emission) else None
 
     def _observations(self, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
-        """Data and mask as the emission takes them."""
         return sequences.data, sequences.known
 
     def _sequences(
@@ -218,11 +257,18 @@ class ChainModel(torch.nn.Module):
 
 def check_module(name: str, value: object, *choices: str | None) -> None:
     """Check for a module, or one of the choices."""
-    if not isinstance(value, torch.nn.Module) and not (isinstance(value, str | None) and value in choices):
+    if not isinstance(value, nn.Module) and not (isinstance(value, str | None) and value in choices):
         kind, got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, type(value).__name__)
         expected = " or ".join([*map(repr, choices), "a torch.nn.Module"])
         remedy = "; pass Transitions(matrix)" if name == "transition" and hasattr(value, "__array__") else ""
         raise kind(f"{name}: expected {expected}, got {got}{remedy}")
+
+
+def check_possible(log_prob: Tensor) -> None:
+    """Check that no log-probability is -inf."""
+    impossible = log_prob == -torch.inf
+    if bool(impossible.any()):
+        raise ValueError(f"data: expected what is possible, got log-probability -inf {int(impossible.sum())} times")
 
 
 def emission_options(emission: Emission, covariates: Tensor | None) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from numbers import Real
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def check_unsharded(model: torch.nn.Module) -> None:
+def check_unsharded(model: nn.Module) -> None:
     """Check that no module is sharded by FSDP2, whose methods write to copies of parameters that are dropped."""
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
@@ -15,7 +15,7 @@ def check_unsharded(model: torch.nn.Module) -> None:
 
 
 def check_differentiable(name: str) -> None:
-    """Check that gradients can be taken, as they can in `torch.no_grad`, whose place is left for them."""
+    """Check for a call outside `torch.inference_mode`; inside `torch.no_grad`, gradients can be enabled."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{name}: expected a call outside torch.inference_mode, which takes no gradients")
 
@@ -31,7 +31,7 @@ def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
 
 
 def check_lead(lead: object, least: Literal[0, 1] = 1) -> None:
-    """Check for the sizes of axes before others: a tuple of integers."""
+    """Check for a tuple of integers, the sizes of leading axes."""
     if not isinstance(lead, tuple | list):
         raise TypeError(f"lead: expected a tuple of integers, got {lead!r}")
     check_count("lead", *lead, least=least)

@@ -21,33 +21,23 @@ Ends = Lengths | None
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Checked data of a model, a padded batch or packed: the sequences of a list, and concatenated ones, are packed.
+    """Checked data of a model: a padded batch; or packed, as lists and concatenated sequences become."""
 
-    Attributes:
-        data: `[*B, v, *event]`, packed `[total, *event]`; 0 where `known` is False.
-        known: which entries are observed and before the end; None if all.
-        covariates, states: in the layout of the data.
-        lengths: int64 `[*B]` of a batch; None if all are v.
-        sizes: the n lengths of packed sequences; None of a batch.
-        batch_axes: the number of axes of B; None if it is not known.
-        is_list: whether users have a list.
-    """
-
-    data: Tensor
-    known: Tensor | None
-    covariates: Tensor | None
+    data: Tensor  # [*B, v, *event], packed [total, *event]; 0 where nothing is known
+    known: Tensor | None  # which entries are observed and before the end; None if all
+    covariates: Tensor | None  # in the layout of the data, as states
     states: Tensor | None
-    lengths: Tensor | None
-    sizes: list[int] | None
-    batch_axes: int | None
-    is_list: bool
+    lengths: Tensor | None  # int64 [*B] of a batch; None if all are v
+    sizes: list[int] | None  # the n lengths of packed sequences
+    batch_axes: int | None  # the number of axes of B; None if it is not known
+    is_list: bool  # whether results of steps are lists
 
     @classmethod
     def of(cls, arguments: dict[str, Rows], lengths: Ends, event_axes: int | None, like: Tensor) -> "Sequences":
-        """The arguments of a method by name, data, observed, covariates, states; data are 0 where nothing is known.
+        """The arguments of a method by name: data, observed, covariates and states, in this order.
 
-        Arrays move to the device of `like`; those that a module takes which is no `Emission` take its dtype, too.
-        `event_axes` is the number of axes of an event, None if an emission does not say it.
+        `event_axes` is None if an emission does not say how many axes an event has. Arrays become tensors on the device
+        of `like`, with its dtype of numbers where the modules of users take them.
         """
         is_list = isinstance(arguments["data"], list | tuple)
         if is_list and lengths is not None:
@@ -123,18 +113,18 @@ class Sequences:
         return replace(picked, sizes=sizes, lengths=lengths)
 
     def with_batch(self) -> "Sequences":
-        """The same with a batch axis, which a single sequence lacks."""
+        """The same sequences, with a batch axis if there is a single one without."""
         if self.sizes is not None or self.batch_axes != 0:
             return self
         lengths = None if self.lengths is None else self.lengths[None]
         return replace(self._map(lambda part: part[None]), batch_axes=1, lengths=lengths)
 
     def in_layout(self, rows: Tensor, axis: int = 0) -> Any:
-        """Results of each step in the layout of the data: of a list, a list."""
+        """Results of each step in the layout of the data: a list for a list."""
         return list(rows.split(self.sizes, axis)) if self.is_list and self.sizes else rows
 
     def last(self, rows: Tensor) -> Tensor:
-        """The results `[*B, k]` or `[n, k]` of last steps, of those of all steps."""
+        """The results of the last steps, `[*B, k]` or `[n, k]`."""
         if self.sizes is not None:
             return torch.stack([part[-1] for part in rows.split(self.sizes)])
         if self.lengths is None:
@@ -157,23 +147,18 @@ def as_tensor(name: str, value: object, like: Tensor, cast: bool) -> Tensor:
         remedy = f"pass torch.tensor({name if isinstance(value, list | tuple) else name.partition('[')[0]})"
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}; {remedy}")
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind not in "biuf":
         raise TypeError(f"{name}: expected numbers, got an array of {array.dtype}")
-    tensor = torch.from_numpy(np.array(array, _torch_dtype(array.dtype), order="C")).to(like.device)
-    if array.dtype.kind == "u" and bool((tensor < 0).any()):
+    # torch has int64 for wide unsigned integers, float64 at most, and native byte order
+    dtype: Any = np.int64 if kind == "u" and size > 1 else np.float64 if size > 8 else array.dtype.newbyteorder("=")
+    tensor = torch.from_numpy(np.array(array, dtype, order="C")).to(like.device)
+    if kind == "u" and bool((tensor < 0).any()):
         raise ValueError(f"{name}: expected numbers that int64 holds, got {array.max()}")
     return tensor.to(like.dtype) if cast and tensor.is_floating_point() else tensor
 
 
-def _torch_dtype(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
-    """The dtype that torch has: int64 for wide unsigned integers, float64 at most, and native byte order."""
-    if dtype.kind == "u" and dtype.itemsize > 1:
-        return np.dtype(np.int64)
-    return dtype.newbyteorder("=") if dtype.itemsize <= 8 else np.dtype(np.float64)
-
-
 def _parts(name: str, value: Any, is_list: bool, like: Tensor, cast: bool) -> list[Tensor]:
-    """A tensor or array, or those of a list of sequences `[v_i, ...]`."""
     if not is_list:
         return [as_tensor(name, value, like, cast)]
     if not isinstance(value, list | tuple) or not value:

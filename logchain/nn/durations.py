@@ -1,17 +1,17 @@
 """Trained durations of states: hidden semi-Markov models."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_choice, check_flag
 from ..transitions import Duration
 from .checks import check_count
+from .em import maximize_by_lbfgs
 from .emissions.distribution import Distribution
 from .emissions.emission import Emission
-from .lbfgs import maximize_by_lbfgs
 from .log_weights import LogWeights
 from .parameters import first_draw
 from .priors import Dirichlet
@@ -68,7 +68,7 @@ class Durations(Transitions):
         *,
         right_censored: bool = True,
         prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         check_count("num_states", num_states)
         check_count("max_duration", max_duration)
@@ -84,7 +84,11 @@ class Durations(Transitions):
             check_choice("durations", durations, ("free", "poisson", "negative_binomial"))
             if durations == "free":
                 return
-            durations = _family(durations, num_states, max_duration / 2, generator)
+            # of about the same mean for every state
+            family, initial = "Poisson", dict[str, Any](rate=max_duration / 2)
+            if durations == "negative_binomial":
+                family, initial = "NegativeBinomial", {"total_count": 1.0, "logits": math.log(max_duration / 2)}
+            durations = Distribution(family, num_states, spread=0.5, generator=generator, **initial)
         if durations.units != (num_states,):
             raise ValueError(f"durations: expected an Emission of units ({num_states},), got {durations.units}")
         self.weights[1] = FamilyWeights(durations, max_duration, prior)
@@ -93,7 +97,7 @@ class Durations(Transitions):
 class MoveWeights(LogWeights):
     """Log-probabilities `[c, c]` of the states that follow others: none follows itself."""
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the weights again; the diagonal, too, has no values after a construction on the meta device."""
         super().reset_parameters(generator)
         self.zeros = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
@@ -105,7 +109,7 @@ class FamilyWeights(LogWeights):
     values: Tensor
 
     def __init__(self, family: Emission, num_values: int, prior: Dirichlet | None) -> None:
-        torch.nn.Module.__init__(self)
+        nn.Module.__init__(self)
         self.dim, self.prior, self.family = -1, prior, family
         self.register_buffer("zeros", None)
         self.register_buffer("values", torch.arange(num_values)[:, None], persistent=False)
@@ -115,7 +119,7 @@ class FamilyWeights(LogWeights):
         """Log-probabilities of the family, which may have larger values too."""
         return self.family.log_density(self.values).mT
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the parameters of the family again."""
         self.family.reset_parameters(generator)
 
@@ -127,11 +131,3 @@ class FamilyWeights(LogWeights):
             return terms
 
         maximize_by_lbfgs(list(self.family.parameters()), likelihood, 100)
-
-
-def _family(name: str, num_states: int, mean: float, generator: torch.Generator | None) -> Distribution:
-    """A family of which every state has about this mean."""
-    if name == "poisson":
-        return Distribution(torch.distributions.Poisson, num_states, spread=0.5, generator=generator, rate=mean)
-    family, logits = torch.distributions.NegativeBinomial, math.log(mean)
-    return Distribution(family, num_states, spread=0.5, generator=generator, total_count=1.0, logits=logits)

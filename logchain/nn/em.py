@@ -1,34 +1,33 @@
-"""Expectation maximization of modules whose parts have maximum-likelihood parameters in closed form."""
+"""Expectation maximization: a step of all parts of a model, and L-BFGS for parts without a closed form."""
 
+import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checks import check_differentiable, check_step
-from .parameters import frozen
+from .parameters import arithmetic, frozen
 
 
-def trained_parts(model: torch.nn.Module) -> list[Any]:
-    """The modules of a model that expectation maximization fits: the outermost of which a parameter is trained.
-
-    What is inside a part is fitted by the part.
-    """
+def trained_parts(model: nn.Module) -> list[Any]:
+    """The outermost modules with trained parameters that have a maximization step, which fits what is inside them."""
     if callable(getattr(model, "statistics", None)):
         return [model] if any(parameter.requires_grad for parameter in model.parameters()) else []
     parts = (part for child in model.children() for part in trained_parts(child))
     return list(dict.fromkeys(parts))  # a part may be shared
 
 
-def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
+def em_step(model: nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
     r"""One step of expectation maximization: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
-        model: a module; fitted are its submodules (or itself) of which a parameter is trained and which have two
-            methods, as `LogWeights` and emissions have: `statistics(flow, *inputs)` returns what can be added (`+`),
-            where `flow` is the derivative of the log-likelihood by the result of `forward(*inputs)`: how often each
-            log-weight is expected to be used; and `maximize(statistics, step)`.
+        model: a module. Its parts are the submodules (or itself) that have a trained parameter and two methods, as
+            `LogWeights` and emissions have: `statistics(flow, *inputs)`, whose results can be added (`+`), where
+            `flow` is the derivative of the log-likelihood by the result of `forward(*inputs)`, the expected number of
+            times that each log-weight is used; and `maximize(statistics, step)`.
         log_likelihoods: for each batch, a function that computes its log-likelihood (a scalar, nats) by calling the
             model. The statistics of all batches are added up before the parameters change.
         step: in 0..1, the part of the way to the maximum that the mean parameters move; less than 1 for mini-batches.
@@ -55,7 +54,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     parts, calls, sums = trained_parts(model), list[Any](), dict[Any, Any]()
     parameters = [parameter for part in parts for parameter in part.parameters()]
 
-    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+    def record(part: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
             calls.append((part, output, inputs, named))
 
@@ -82,3 +81,39 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
         for part, statistics in sums.items():
             part.maximize(statistics, step)
     return sum(totals[1:], totals[0])
+
+
+def maximize_by_lbfgs(parameters: list[nn.Parameter], objective: Callable[[], Tensor], iterations: int) -> None:
+    """Set parameters, in place, to the best that L-BFGS visits from the present ones, in float32 at least.
+
+    Where one is NaN, or the objective is not finite or raises a ValueError, the line search takes a shorter step.
+    """
+    stored = [parameter.data for parameter in parameters]
+    best, values = math.inf, [data.clone() for data in stored]
+    for parameter in parameters:
+        parameter.data = arithmetic(parameter.data)
+    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
+
+    def loss_of_parameters() -> Tensor:
+        nonlocal best, values
+        optimizer.zero_grad()
+        loss = torch.tensor(math.inf)
+        with nullcontext() if best == math.inf else suppress(ValueError):
+            if not any(bool(parameter.isnan().any()) for parameter in parameters):
+                loss = -objective()
+        if not loss.isfinite():  # the line search needs a number, more than the least so far
+            return loss.new_tensor(best + 1 + abs(best))
+        if loss < best:
+            best, values = loss.item(), [parameter.detach().clone() for parameter in parameters]
+        loss.backward()
+        return loss
+
+    try:
+        with suppress(ZeroDivisionError):  # of torch, where a line search has no interval left
+            optimizer.step(loss_of_parameters)
+    finally:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, data, value in zip(parameters, stored, values, strict=True):
+                parameter.data = data
+                parameter.copy_(value)

@@ -10,7 +10,7 @@ from warnings import warn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..progress import bar, check_progress
@@ -19,7 +19,7 @@ from .data import Array, Sequences, as_tensor
 from .em import em_step, trained_parts
 from .parameters import log_prior, reset_parameters, set_parameters, untrained
 
-Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class ConvergenceWarning(UserWarning):
@@ -27,7 +27,7 @@ class ConvergenceWarning(UserWarning):
 
 
 class Fit(NamedTuple):
-    """The result of `fit`, of the best start. All data count, and logarithms are in nats.
+    """The result of `fit`: the best start, on all data. Logarithms are in nats.
 
     Attributes:
         log_likelihood: that of the final parameters, `sum weight log p(data)`.
@@ -38,9 +38,9 @@ class Fit(NamedTuple):
         converged: whether the further iterations are estimated to gain less than the tolerance.
         starts: the final log-posterior of each start that did not fail.
         num_failed: the number of starts that failed and were skipped.
-        num_parameters: free trained parameters: of probabilities that sum to 1 those that are not 0, but one.
-        num_observations: the model's `num_observations(data, **conditions)` `[n]`, in an `HMM` the numbers of steps at
-            which something is observed, weighted and added up; n without that method.
+        num_parameters: the number of free trained parameters; k probabilities of sum 1 that are not 0 count as k - 1.
+        num_observations: the weighted sum of the model's `num_observations(data, **conditions)` `[n]`, in an `HMM` the
+            numbers of steps at which something is observed; 1 for each sequence of a model without that method.
     """
 
     log_likelihood: float
@@ -67,11 +67,12 @@ class Fit(NamedTuple):
         """A report of two lines, or of three for several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
-        report = (
-            f"log-posterior {self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start; "
-            f"log-likelihood {self.log_likelihood:.2f}\n"
-            f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}"
-        )
+        report = f"{self.log_posterior:.2f} nats, {self.history[0]:.2f} at the start"
+        if self.log_posterior == self.log_likelihood:
+            report = f"log-likelihood {report}"
+        else:
+            report = f"log-posterior {report}; log-likelihood {self.log_likelihood:.2f}"
+        report += f"\n{end} in {self.iterations} iterations, the last of which gained {last:.3g}"
         if len(self.starts) + self.num_failed == 1:
             return report
         starts = ", ".join(f"{start:.4f}" for start in self.starts)
@@ -80,7 +81,7 @@ class Fit(NamedTuple):
 
 
 def fit(
-    model: torch.nn.Module,
+    model: nn.Module,
     data: Any,
     *,
     conditions: Mapping[str, Any] | None = None,
@@ -92,7 +93,7 @@ def fit(
     step: float | Callable[[int], float] | None = None,
     optimizer: Optimizer | None = None,
     restarts: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     progress: bool = False,
 ) -> Fit:
     r"""Maximize `sum weight log p(data) + sum log_prior` over the trained parameters of a model, in place.
@@ -116,12 +117,12 @@ def fit(
         step: makes the batches of "em" mini-batches, in random order: after each, the mean parameters move this part of
             the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
         optimizer: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
-        restarts: number of times to draw all trained parameters again, by `model.initialize(data, generator=...,
-            **conditions)` or, in a model without that method, by `reset_parameters` of its modules; the best fit is
-            taken. Of several, a start that fails by any error of values or of arithmetic is skipped. 0 starts from the
-            present parameters. None does so after `initialize` of the library's parts that nobody has set since they
-            were constructed: by `set`, `load_state_dict`, an optimizer or a fit.
-        generator: the source of randomness for the order of batches and for what is drawn.
+        restarts: number of starts, the best of which is taken. Each draws all trained parameters again, by
+            `model.initialize(data, generator=..., **conditions)` or, in a model without that method, by
+            `reset_parameters` of its modules. One of several that raises an error of values or of arithmetic is
+            skipped. 0 starts from the present parameters. None, too, but it first draws those parts of the library
+            that nobody has set since they were constructed: by `set`, `load_state_dict`, an optimizer or a fit.
+        generator: the source of randomness for the order of batches and for draws of parameters.
         progress: show a progress bar (tqdm) of the iterations.
 
     Returns:
@@ -138,10 +139,10 @@ def fit(
     Warns:
         ConvergenceWarning: the best fit did not converge, or starts were skipped, for the reasons in the message.
 
-    A probability that expectation maximization has taken to 0 stays 0, under "gradient" too. A `Dirichlet` prior keeps
-    it above; "gradient" from a start without zeros never reaches 0.
+    A probability that expectation maximization takes to 0 stays 0, under "gradient" too, unless a `Dirichlet` prior
+    prevents it; "gradient" from a start without zeros never reaches 0.
 
-    Cost: a forward and a backward pass an iteration, and a forward pass at the end.
+    Cost: a forward and a backward pass per iteration, and a forward pass at the end.
 
     Source: A. Dempster, N. Laird and D. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", J. R.
     Stat. Soc. B 39 (1977); O. Cappe and E. Moulines, "On-line expectation-maximization algorithm for latent data
@@ -206,10 +207,7 @@ def fit(
     )
 
 
-# the places of some sequences, None for all
-Rows = Tensor | None
-# a step for some batches, and the log-posterior before it, as estimated from them
-Advance = Callable[[list[Rows]], Tensor]
+Rows = Tensor | None  # indices of sequences, None for all
 
 
 @dataclass
@@ -225,7 +223,7 @@ class _Run:
     batch_size: int | None
     step: float | Callable[[int], float] | None
     optimizer: Optimizer | None
-    generator: torch.Generator | None
+    generator: Generator | None
 
     def __post_init__(self) -> None:
         """Check the data and the options, and that they go together."""
@@ -277,7 +275,7 @@ class _Run:
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
 
     def batches(self) -> Iterator[Rows]:
-        """The places of the sequences of each batch."""
+        """The indices of the sequences of each batch."""
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
@@ -290,7 +288,7 @@ class _Run:
         yield from order.to(self.device).split(size)
 
     def share(self, rows: Rows) -> float:
-        """The share of a batch of all data, 1 if all are added up for each step."""
+        """The share of all data that a batch has, 1 if batches are added up before each step."""
         return len(rows) / len(self.data) if self.moving and rows is not None else 1.0
 
     def log_likelihood(self, rows: Rows) -> Tensor:
@@ -309,7 +307,7 @@ class _Run:
         return log_likelihoods.sum() / self.share(rows)
 
     def has_converged(self, history: list[float]) -> bool:
-        """Whether the last gain is below the tolerance and, of EM, all further ones, if they fall like the last two."""
+        """Whether the last gain is below the tolerance and, by EM, all further ones are, if they fall geometrically."""
         gains = [after - before for before, after in pairwise(history[-3:])]
         if self.moving or not gains or self.tolerance < 0:
             return False
@@ -334,8 +332,8 @@ class _Run:
 
     def start(self, iterations: Iterable[int]) -> Fit:
         """The fit from the present parameters."""
-        history, converged = list[float](), False
-        advance = self.em() if self.method == "em" else self.gradient()
+        history, converged, self.numbers = list[float](), False, count()
+        advance = self.em if self.method == "em" else partial(self.gradient, self.new_optimizer())
         for _ in iterations:
             groups = [[rows] for rows in self.batches()] if self.moving else [list(self.batches())]
             history.append(_finite(sum(advance(group) * self.share(group[0]) for group in groups)))
@@ -343,51 +341,45 @@ class _Run:
                 break
         with torch.no_grad():
             log_likelihood = _finite(sum(self.log_likelihood(rows) * self.share(rows) for rows in self.batches()))
-            history.append(_finite(log_likelihood + log_prior(self.model.modules())))
+            history.append(_finite(log_likelihood + log_prior(self.model)))
         converged = converged or self.has_converged(history)
         return Fit(log_likelihood, history[-1], tuple(history), len(history) - 1, converged, (history[-1],))
 
-    def em(self) -> Advance:
-        """Expectation maximization."""
-        numbers = count()
+    def em(self, batches: list[Rows]) -> Tensor:
+        """Take a step of expectation maximization; returns an estimate of the log-posterior before it."""
+        step = self.step(next(self.numbers)) if callable(self.step) else self.step
+        with torch.no_grad():
+            before: Tensor = log_prior(self.model)
+        functions = (partial(self.log_likelihood, rows) for rows in batches)
+        return em_step(self.model, functions, 1.0 if step is None else step) + before
 
-        def advance(batches: list[Rows]) -> Tensor:
-            step = self.step(next(numbers)) if callable(self.step) else self.step
-            with torch.no_grad():
-                before = log_prior(self.model.modules())
-            functions = (partial(self.log_likelihood, rows) for rows in batches)
-            result: Tensor = em_step(self.model, functions, 1.0 if step is None else step) + before
-            return result
+    def gradient(self, optimizer: Any, batches: list[Rows]) -> Tensor:
+        """Take a step of an optimizer; returns an estimate of the log-posterior before it."""
 
-        return advance
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                # a mean over sequences, so that a learning rate suits any number of them
+                loss: Tensor = -(self.log_likelihood(batches[0]) + log_prior(self.model)) / len(self.data)
+            loss.backward()
+            return loss
 
-    def gradient(self) -> Advance:
-        """Steps of an optimizer."""
+        loss: Tensor = optimizer.step(closure)
+        return -loss.detach() * len(self.data)
+
+    def new_optimizer(self) -> Any:
+        """The optimizer of a start: the user's, L-BFGS, or Adam with mini-batches."""
         adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
         optimizer: Any = (self.optimizer or (adam if self.moving else lbfgs))(list(self.trained.values()))
         if not hasattr(optimizer, "step"):
             expected = "a function that returns an optimizer"
             raise TypeError(f"optimizer: expected {expected}, got one that returns {optimizer!r}")
-
-        def advance(batches: list[Rows]) -> Tensor:
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                with torch.enable_grad():
-                    # a mean over sequences, so that a learning rate suits any number of them
-                    posterior = self.log_likelihood(batches[0]) + log_prior(self.model.modules())
-                    loss: Tensor = -posterior / len(self.data)
-                loss.backward()
-                return loss
-
-            loss: Tensor = optimizer.step(closure)
-            return -loss.detach() * len(self.data)
-
-        return advance
+        return optimizer
 
 
-def _num_parameters(model: torch.nn.Module) -> int:
+def _num_parameters(model: nn.Module) -> int:
     """Free trained parameters: `num_parameters()` of the modules that have it, of their own parameters."""
-    total, counted = 0, set[torch.nn.Parameter]()
+    total, counted = 0, set[nn.Parameter]()
     for part in model.modules():
         if trained := [p for p in part.parameters(recurse=False) if p.requires_grad and p not in counted]:
             counted.update(trained)

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_tensor
 from ..chain_arguments import ChainArguments
 from ..filtered import filtered
-from ..forward_backward import forward_backward
 from ..marginals import Marginals, marginals
 from ..sample import sample as draw_paths
 from ..transitions import Duration, Transition
@@ -20,37 +19,13 @@ from .chain_model import ChainModel, Sample, check_module, emission_options
 from .checks import check_count, check_rows
 from .data import Array, Data, Ends, Rows, Sequences, as_tensor
 from .emissions import Emission
-from .hmm_reading import expected_data, mean_of, permute, permute_units
+from .expectations import FilteredStates, Forecast, filtered_states, forecast_states, mean_of
 from .hmm_steps import check_transitions, first_steps, into_steps, potentials, stationary_start
 from .hmmlearn_models import emission_of, float64
 from .log_weights import LogWeights
 from .parameters import arithmetic, over
+from .state_order import permute_states
 from .transitions import Transitions
-
-
-class FilteredStates(NamedTuple):
-    """Results of `HMM.filter`, in the layout of the data.
-
-    Attributes:
-        states: `p(z_i | data_0, ..., data_i)` `[*B, v, c]`, 0 past the end and where the data are impossible.
-        log_likelihoods: `log p(data_i | data_0, ..., data_{i-1})` `[*B, v]` in nats, 0 past the end; their sum over
-            steps is the log-likelihood of the sequence.
-    """
-
-    states: Any
-    log_likelihoods: Any
-
-
-class Forecast(NamedTuple):
-    """Results of `HMM.forecast`, for the steps after the last one.
-
-    Attributes:
-        states: their probabilities `[*B, num_steps, c]`.
-        mean: that of the data `[*B, num_steps, *event]`; None if the distribution of the emission has none.
-    """
-
-    states: Tensor
-    mean: Tensor | None
 
 
 class HMM(ChainModel):
@@ -68,18 +43,18 @@ class HMM(ChainModel):
             a hidden semi-Markov model; or a module that maps covariates to logits `[*B or ones, v-1 or 1, c, c]`
             (`[from, to]`), or to a structure of `logchain.transitions` whose parameters are logarithms. By default
             `Transitions(num_states)`, one matrix for all steps.
-        generator: the source of randomness for the initial parameters that are not of modules passed.
+        generator: the source of randomness for the initial parameters, except those of modules that are passed.
 
     The methods take data as a tensor, a numpy array, or a list of these:
         data: `[*B, v, *event]`, such as `[n, v]` or `[v]`; a list of sequences `[v_i, *event]`; or concatenated
             sequences `[total, *event]` with `lengths` `[n]`. The latter two are packed, never padded. What methods
             return for each step has the layout of the data: a list for a list, `[total, ...]` for concatenated ones.
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
-            `Emission`, so are NaN entries of the data, and `[v]` serves all sequences.
+            `Emission`, NaN entries of the data are summed out too, and a mask `[v]` serves all sequences.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps after the end have no influence.
             Those of concatenated sequences have the sum `total`.
-        covariates: one row for each step, `[*B, v, ...]`, or 1 in the place of v or of axes of B. Row i drives the
-            emission at step i, if the emission `takes_covariates`, and the transition into step i; row 0 drives none.
+        covariates: one row for each step, `[*B, v, ...]`, or 1 in place of v or of axes of B. Row i drives the emission
+            at step i, if it `takes_covariates`, and the transition into step i; row 0 drives no transition.
             Transitions of packed sequences are called with all rows `[total, ...]`, for `[total or 1, c, c]`.
         states: integers `[*B, v]`, the states that are known, and -1 elsewhere.
 
@@ -103,10 +78,10 @@ class HMM(ChainModel):
     def __init__(
         self,
         num_states: int,
-        emission: str | torch.nn.Module,
+        emission: str | nn.Module,
         *,
-        initial: Literal["free", "stationary"] | torch.nn.Module = "free",
-        transition: torch.nn.Module | None = None,
+        initial: Literal["free", "stationary"] | nn.Module = "free",
+        transition: nn.Module | None = None,
         generator: Generator | None = None,
     ) -> None:
         check_count("num_states", num_states)
@@ -115,7 +90,7 @@ class HMM(ChainModel):
         check_module("transition", transition, None)
         self.stationary = initial == "stationary"
         free = LogWeights(num_states, generator=generator) if initial == "free" else None
-        self.initial = initial if isinstance(initial, torch.nn.Module) else free
+        self.initial = initial if isinstance(initial, nn.Module) else free
         self.transition = Transitions(num_states, generator=generator) if transition is None else transition
         units = self.emission.units if isinstance(self.emission, Emission) else (num_states,)
         if units[-1] != num_states or len(units) > 2:
@@ -125,7 +100,7 @@ class HMM(ChainModel):
     def transition_matrix(self) -> Tensor:
         """The probabilities `[c, c]` of transitions, `[from, to]`, or `[v-1, c, c]` where they differ by steps.
 
-        They have no gradients. With `Durations`, they are those with which segments follow each other.
+        They have no gradients. With `Durations`, they are those of the moves between segments.
         """
         logs = self._log_transitions(None)
         dense = logs.matrix if isinstance(logs, Duration) else logs.to_dense(log_params=True)
@@ -216,18 +191,9 @@ class HMM(ChainModel):
         tensor(True)
         """
         sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
-        forward = forward_backward(**chain._replace(x=chain.x.double())._asdict()).forward
-        totals = forward.logsumexp(-1)  # log p(data up to each step)
-        before = totals.roll(1, -1)
-        before[..., 0 if chain.cu_seqlens is None else chain.cu_seqlens[:-1]] = 0
-        impossible = totals == -torch.inf  # or past the end
-        steps = torch.where(impossible, totals, totals - before)
-        if chain.lengths is not None:
-            past = torch.arange(steps.shape[-1], device=steps.device) >= chain.lengths[..., None]
-            steps = steps.masked_fill(past, 0)
-        posterior = self._of_states((forward - totals[..., None]).exp()).masked_fill(impossible[..., None], 0)
-        dtype = chain.x.dtype
-        return FilteredStates(sequences.in_layout(posterior.to(dtype)), sequences.in_layout(steps.to(dtype)))
+        filtered, dtype = filtered_states(chain), chain.x.dtype
+        results = self._of_states(filtered.states), filtered.log_likelihoods
+        return FilteredStates(*(sequences.in_layout(result.to(dtype)) for result in results))
 
     @torch.no_grad()
     def forecast(
@@ -241,16 +207,15 @@ class HMM(ChainModel):
         covariates: Rows = None,
         states: Rows = None,
     ) -> Forecast:
-        """The probabilities of the states at the steps after the last one, and the mean of the data there.
+        """The probabilities of the states at the k = `num_steps` steps after the last one, and the mean of the data.
 
-        `num_steps` is the number k of further steps, `future_covariates` `[*B, k, ...]`, packed `[n, k, ...]`, are
-        their covariates, a tensor or an array.
+        `future_covariates` `[*B, k, ...]`, packed `[n, k, ...]`, are the covariates of these steps, a tensor or array.
 
         Returns:
             `Forecast(states [*B, k, c], mean [*B, k, *event])`, packed `[n, k, ...]`, without gradients.
 
         Raises:
-            ValueError: there are trained matrices for each step, which say nothing about further steps.
+            ValueError: each step has a trained matrix, and further steps have none.
 
         >>> hmm = HMM(2, "poisson")
         >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))
@@ -274,40 +239,9 @@ class HMM(ChainModel):
         if matrices.shape[-3] not in (1, num_steps) or (self._is_trained and matrices.shape[-3] > 1):
             expected = f"one matrix for all steps, or future_covariates of {num_steps} steps"
             raise ValueError(f"transition: expected {expected}, got {list(matrices.shape)}")
-        steps = []
-        for matrix in matrices.expand(*matrices.shape[:-3], num_steps, -1, -1).unbind(-3):
-            shares = (shares[..., None, :].to(matrix) @ matrix)[..., 0, :]
-            steps.append(shares)
-        result = self._of_states(torch.stack(steps, -2))
+        matrices = matrices.expand(*matrices.shape[:-3], num_steps, -1, -1)
+        result = self._of_states(forecast_states(shares, matrices))
         return Forecast(result, mean_of(self.emission, result, future))
-
-    @torch.no_grad()
-    def impute(
-        self, data: Data, observed: Rows = None, *, lengths: Ends = None, covariates: Rows = None, states: Rows = None
-    ) -> Any:
-        """The data, with what is missing replaced by its expectation conditional on all that is observed.
-
-        Where data have finitely many values, such as categories, it is replaced by the most probable one.
-
-        Returns:
-            The data in their layout, 0 past the end.
-
-        Raises:
-            NotImplementedError: the emission has no means, or none conditional on a part of a vector.
-
-        >>> hmm = HMM(2, "poisson")
-        >>> hmm.transition.set(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
-        >>> hmm.impute(torch.tensor([0.0, torch.nan, 2.0])).round()
-        tensor([0., 1., 2.])
-        """
-        emission = self._known_emission("impute from")
-        sequences, chain = self._chain_of(data, observed, lengths, covariates, states)
-        values, known = emission.known(sequences.data, sequences.known)
-        if known is None:
-            return sequences.in_layout(values)
-        best = expected_data(emission, values, known, self._posterior(chain).states, sequences.covariates)
-        return sequences.in_layout(torch.where(known, values, best))
 
     @torch.no_grad()
     def sample_posterior(
@@ -352,7 +286,7 @@ class HMM(ChainModel):
             `Sample(states, data)`: int64 `[num_samples, *B, v]` and `[num_samples, *B, v, *event]`.
 
         Raises:
-            TypeError: the emission is no `Emission`, or a number is no integer.
+            TypeError: the emission is not an `Emission`, or a number is not an integer.
             ValueError: a number is negative, the model has trained matrices for fewer steps, or `Durations` that are
                 not `right_censored` do not sum to `num_steps`.
 
@@ -376,14 +310,14 @@ class HMM(ChainModel):
 
     @torch.no_grad()
     def sort_states(self, by: Tensor | Array | Sequence[float] | Callable[["HMM"], Any]) -> None:
-        """Number the states again, in place, in the order of rising values of `by`.
+        """Renumber the states in ascending order of `by`, in place.
 
         Args:
             by: numbers `[c]`, a tensor, an array or a list, or a function of the model that returns them.
 
         Raises:
-            TypeError: transitions are not dense or depend on covariates, or a part is a user's module.
-            ValueError: there are not c numbers, one is NaN, or a prior of the emission has tensors.
+            TypeError: transitions are neither dense nor `Durations`, or a part is a user's module.
+            ValueError: there are not c numbers, one is NaN, or a prior of the emission or of durations has tensors.
 
         >>> hmm = HMM(2, "gaussian")
         >>> hmm.emission.set(torch.tensor([5.0, 1.0]), torch.ones(2))
@@ -397,15 +331,13 @@ class HMM(ChainModel):
             raise ValueError(f"by: expected numbers [{self.num_states}], got shape {list(numbers.shape)}")
         if bool(numbers.isnan().any()):
             raise ValueError(f"by: expected numbers, got nan of state {int(numbers.isnan().int().argmax())}")
-        if not (self._is_trained and isinstance(self._log_transitions(None), Dense)):
-            raise TypeError(f"transition: expected a dense matrix that is trained, got {self.transition}")
+        transition = self.transition
+        if not isinstance(transition, Transitions) or not isinstance(self._log_transitions(None), Dense | Duration):
+            expected = "a dense matrix or durations that are trained"
+            raise TypeError(f"transition: expected {expected}, got {transition}")
         if not isinstance(self.initial, LogWeights | None):
             raise TypeError(f"initial: expected LogWeights, got {type(self.initial).__name__}")
-        order = torch.argsort(numbers, stable=True)
-        permute_units(emission, order)
-        for part, axes in ((self.initial, (-1,)), (self.transition, (-1, -2))):
-            for tensor in () if part is None else (*part.parameters(), *part.buffers()):
-                permute(tensor, order, *axes)
+        permute_states(emission, self.initial, transition, torch.argsort(numbers, stable=True))
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
@@ -437,18 +369,12 @@ class HMM(ChainModel):
         """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
 
-    def _known_emission(self, purpose: str) -> Emission:
-        if not isinstance(self.emission, Emission):
-            raise TypeError(f"emission: expected an Emission to {purpose}, got {type(self.emission).__name__}")
-        return self.emission
-
     @property
     def _is_trained(self) -> bool:
         """Whether the transition is a module of trained probabilities, which takes no covariates."""
         return isinstance(self.transition, Transitions)
 
     def _chain_of(self, *arguments: Any) -> tuple[Sequences, ChainArguments]:
-        """The checked arguments of a method, and their chain."""
         sequences = self._sequences(*arguments)
         x = potentials(self.emission, self.num_states, sequences)
         if not x.shape[-2]:

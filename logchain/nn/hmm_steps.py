@@ -1,7 +1,7 @@
 """The steps of the chain of a hidden Markov model: log-potentials, transitions, and the first state."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..arguments import check_integers, check_tensor
 from ..tensors import is_readable
@@ -13,7 +13,7 @@ from .emissions import Emission
 from .parameters import fill
 
 
-def potentials(emission: torch.nn.Module, c: int, sequences: Sequences) -> Tensor:
+def potentials(emission: nn.Module, c: int, sequences: Sequences) -> Tensor:
     """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, -inf for states that are excluded."""
     known = sequences.known
     if isinstance(emission, Emission):
@@ -46,7 +46,7 @@ def into_steps(covariates: Tensor, batch: tuple[int, ...], v: int, packed: Tenso
 
 
 def first_steps(bulk: Transition, v: int, packed: Tensor | None) -> Transition:
-    """Of trained matrices for each step those of v steps, or of the steps of each packed sequence."""
+    """The trained matrices of v steps, or of the steps of each packed sequence, where each step has one."""
     trained = (bulk.lead or (1,))[-1]
     if trained == 1 or (packed is None and trained == v - 1):
         return bulk
@@ -61,7 +61,7 @@ def first_steps(bulk: Transition, v: int, packed: Tensor | None) -> Transition:
 
 
 def check_transitions(bulk: Transition, batch: tuple[int, ...], rows: int, c: int) -> None:
-    """Check for matrices of c states, for one step or so many, and for a batch or all of it."""
+    """Check for matrices of c states, with leading axes of the batch and of so many rows, or 1 in their places."""
     lead, states = bulk.lead or (1,), bulk.matrix.shape[-1] if isinstance(bulk, Duration) else bulk.states
     sizes = (*((1, size) for size in batch), (1, rows))[max(0, len(batch) + 1 - len(lead)) :]
     fits = len(sizes) == len(lead) and all(size in allowed for size, allowed in zip(lead, sizes, strict=True))

@@ -1,7 +1,7 @@
 """A layer of mixtures of log-probabilities."""
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from ..arguments import check_tensor
 from ..matmul import matmul
@@ -23,7 +23,7 @@ class SumLayer(torch.nn.Module):
     inputs of positive weight are.
 
     Raises:
-        TypeError: a size is no integer, or x no floating tensor.
+        TypeError: a size is not an integer, or x is not a floating tensor.
         ValueError: a size is not positive, or the shape of x does not end in `[*L, c]`.
 
     Cost: `c c'` multiply-adds for each of `[..., *L]`, as one batched product of matrices; see `logchain.matmul`.
@@ -36,7 +36,7 @@ class SumLayer(torch.nn.Module):
     """
 
     def __init__(
-        self, in_units: int, out_units: int, lead: tuple[int, ...] = (), *, generator: torch.Generator | None = None
+        self, in_units: int, out_units: int, lead: tuple[int, ...] = (), *, generator: Generator | None = None
     ) -> None:
         super().__init__()
         check_count("in_units", in_units)

@@ -3,15 +3,9 @@
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ..arguments import (
-    check_choice,
-    check_flag,
-    check_integers,
-    check_is_tensor,
-    check_tensor,
-)
+from ..arguments import check_choice, check_flag, check_integers, check_is_tensor, check_tensor
 from ..autograd.log_partition import log_norm
 from ..chain import Chain
 from ..chain_arguments import ChainArguments
@@ -36,10 +30,10 @@ class LinearChainCRF(nn.Module):
     Args:
         num_tags: number of tags, c.
         batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
-        strict_mask: refuse a mask that is off at the first step of a sequence, as pytorch-crf does: often it is upside
-            down. With False sequences may begin after masked positions, or be empty.
-        allowed_transitions: bool `[c, c]`, `[from, to]`: whether each transition is possible, by default all. That, and
-            the following two, are returned by `bio_constraints` for BIO tags.
+        strict_mask: whether to refuse a mask that is off at the first step of a sequence, as pytorch-crf does, since it
+            is often inverted by mistake. With False, sequences may begin after masked positions, or be empty.
+        allowed_transitions: bool `[c, c]`, `[from, to]`: whether each transition is possible; by default all are. For
+            BIO tags, `bio_constraints` returns this and the following two.
         allowed_starts, allowed_ends: bool `[c]`: whether each tag may be the first, and the last.
 
     Attributes:
@@ -64,9 +58,9 @@ class LinearChainCRF(nn.Module):
             results.
 
     Values of masks and tags are checked on a CPU only: the host never waits for a GPU, except for `cu_seqlens` and
-    lists. There a tag out of range is the device's error (-1 is an impossible tag without `partial=True`), and a first
-    step that must not be off makes the sequence's log-likelihood NaN and its tags -1. Inside `torch.compile` errors on
-    a CPU name `lengths`, of which one is 0 where a first step is off, and `states`.
+    lists. On a GPU a tag out of range is the device's error (-1 is an impossible tag without `partial=True`), and where
+    `strict_mask` refuses a first step, the sequence's log-likelihood is NaN and its tags are -1. Inside `torch.compile`
+    errors on a CPU name `lengths`, of which one is 0 where a first step is off, and `states`.
 
     The layer works under `torch.compile` without a graph break and in `torch.export`, not in TorchScript (`torch.jit`);
     in autocast and in DistributedDataParallel; a batch may be empty. DataParallel gathers tensors: use `viterbi` there,
@@ -76,10 +70,10 @@ class LinearChainCRF(nn.Module):
         TypeError: an argument is of another kind.
         ValueError: sizes or devices do not go together, there is no tag or no step, a choice or a tag is out of range,
             or the first step of a mask is off.
-        NotImplementedError: `torch.jit.script` or `torch.jit.trace` meets the layer.
+        NotImplementedError: `torch.jit.script` or `torch.jit.trace` compiles the layer.
 
-    Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds a sequence, and twice that backward; one copy
-    of the emissions, and a second one where a mask has holes or lies on a GPU.
+    Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds per sequence, and twice that backward; one
+    copy of the emissions, and a second one where a mask has holes or is on a GPU.
 
     Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML (2001).
 
@@ -182,8 +176,8 @@ class LinearChainCRF(nn.Module):
             reduction: "none" for `[n]`; "sum" over sequences; "mean", the sum divided by n; "token_mean", the sum
                 divided by the number of variables that are not masked.
             cu_seqlens: see the class.
-            partial: whether tags may be -1. Needed on a GPU and inside `torch.compile`, where values are not read, and
-                costs a second log-partition.
+            partial: whether tags may be -1. It is needed on a GPU and inside `torch.compile`, where values are not
+                read, and costs a second log-partition, as unknown tags do on a CPU.
 
         Returns:
             Nats, `[n]` or `[]`: float64 if emissions or parameters are, otherwise float32. Exactly -inf, with gradient
@@ -240,7 +234,7 @@ class LinearChainCRF(nn.Module):
         mask: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> Tensor:
         """Independent draws of `num_samples` paths of tags of each sequence from the posterior: see `logchain.sample`.
 

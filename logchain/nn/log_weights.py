@@ -1,7 +1,7 @@
 """Trained probabilities along an axis, or of the arcs out of states, as logarithms."""
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import has_values
 from ..transitions import LINEAR, LOG, Semiring
@@ -10,7 +10,7 @@ from .parameters import arithmetic, broadcast, first_draw
 from .priors import Dirichlet
 
 
-class LogWeights(torch.nn.Module):
+class LogWeights(nn.Module):
     r"""`log_softmax(logits)`: logarithms of probabilities that sum to 1 along an axis.
 
     Args:
@@ -25,8 +25,8 @@ class LogWeights(torch.nn.Module):
     Gradients alone never take a weight to 0; expectation maximization does where a count is 0.
 
     Raises:
-        TypeError: a size is no integer, or the prior no `Dirichlet`.
-        ValueError: the axis has no entry, `dim` is no axis, or the concentration has another shape.
+        TypeError: a size is not an integer, or the prior is not a `Dirichlet`.
+        ValueError: the axis has no entry, `dim` is not an axis, or the concentration has another shape.
 
     >>> weights = LogWeights(2, 2)
     >>> weights.set(torch.tensor([[0.9, 0.1], [0.0, 1.0]]))
@@ -47,7 +47,7 @@ class LogWeights(torch.nn.Module):
     _remedy = "pass weights / weights.sum({dim}, keepdim=True)"
 
     def __init__(
-        self, *shape: int, dim: int = -1, prior: Dirichlet | None = None, generator: torch.Generator | None = None
+        self, *shape: int, dim: int = -1, prior: Dirichlet | None = None, generator: Generator | None = None
     ) -> None:
         super().__init__()
         check_count("shape", *shape, least=0)
@@ -59,10 +59,10 @@ class LogWeights(torch.nn.Module):
             broadcast("prior", prior.concentration, torch.Size(shape))
         self.dim, self.prior = dim, prior
         self.register_buffer("zeros", None)  # weights that are 0 whatever their logits
-        self.logits = torch.nn.Parameter(torch.empty(shape))
+        self.logits = nn.Parameter(torch.empty(shape))
         first_draw(self, generator)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the weights again, uniformly over the simplex; those that are fixed at 0 stay."""
         with torch.no_grad():
             # drawn in float32 at least: float16 could draw 0, a weight that would stay 0
@@ -109,7 +109,7 @@ class LogWeights(torch.nn.Module):
 
         Weights without values wait for `reset_parameters`.
         """
-        self.logits = torch.nn.Parameter(torch.zeros_like(weights, memory_format=torch.contiguous_format))
+        self.logits = nn.Parameter(torch.zeros_like(weights, memory_format=torch.contiguous_format))
         self._first_draw = None
         if not has_values(weights):
             return
@@ -156,7 +156,6 @@ class LogWeights(torch.nn.Module):
         return round(float((possible - possible / self.totals(possible)).sum()))
 
     def _store(self, probabilities: Tensor) -> None:
-        """Set the weights to probabilities that sum to 1."""
         # finite where weights are fixed at 0: weight decay would make NaN of -inf
         self.logits.copy_(self._masked(probabilities.log(), 0.0))
 

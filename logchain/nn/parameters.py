@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_is_tensor, has_values
 
@@ -36,13 +36,14 @@ def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)
 
 
-def log_prior(modules: Iterable[Any]) -> Any:
+def log_prior(model: nn.Module) -> Any:
     """The sum of `log_prior()` of the modules that have it, 0 if there is none."""
-    return sum(module.log_prior().double() for module in modules if hasattr(type(module), "log_prior"))
+    parts: Iterable[Any] = model.modules()
+    return sum(part.log_prior().double() for part in parts if hasattr(type(part), "log_prior"))
 
 
 @contextmanager
-def frozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """A context that restores the parameters that are not trained, in which the others may be written."""
     before = [(fixed, fixed.detach().clone()) for fixed in parameters if not fixed.requires_grad]
     yield
@@ -52,7 +53,7 @@ def frozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def untrained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """A context in which these parameters are not trained."""
     trained = [parameter.requires_grad_(False) for parameter in parameters if parameter.requires_grad]
     try:
@@ -62,7 +63,7 @@ def untrained(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def first_draw(module: Any, generator: torch.Generator | None) -> None:
+def first_draw(module: Any, generator: Generator | None) -> None:
     """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
     module.reset_parameters(generator)
     for part in module.modules():
@@ -70,7 +71,7 @@ def first_draw(module: Any, generator: torch.Generator | None) -> None:
         part._first_draw = [(parameter.dtype, _fingerprint(parameter, parameter.dtype)) for parameter in own]
 
 
-def is_as_drawn(module: torch.nn.Module) -> bool:
+def is_as_drawn(module: nn.Module) -> bool:
     """Whether the module's own parameters have the values that its constructor drew, perhaps in a wider dtype."""
     drawn: Any = getattr(module, "_first_draw", None)
     own = list(module.parameters(recurse=False))
@@ -91,7 +92,7 @@ def _fingerprint(parameter: Tensor, dtype: torch.dtype) -> bytes:
     return blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
-def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def set_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that were set: all but those of modules that are as their constructors drew them."""
     parts = filter(is_as_drawn, model.modules())
     drawn = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
@@ -99,39 +100,33 @@ def set_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def reset_parameters(
-    model: torch.nn.Module, generator: torch.Generator | None = None, *, without: torch.nn.Module | None = None
+    module: nn.Module, generator: Generator | None = None, *, without: nn.Module | None = None, name: str = ""
 ) -> None:
-    """Draw all trained parameters again, those of the module `without` excepted, by `reset_parameters` of submodules.
+    """Draw all trained parameters again, by `reset_parameters` of submodules, but not those of `without`.
 
-    A generator draws the seed where that method takes none, as those of torch.
+    A generator draws the seed for methods that take none, as those of torch.
     """
-    with frozen(model.parameters()):
-        _reset(model, type(model).__name__, generator, without)
-
-
-def _reset(
-    module: torch.nn.Module, name: str, generator: torch.Generator | None, without: torch.nn.Module | None
-) -> None:
     if module is without or not any(parameter.requires_grad for parameter in module.parameters()):
         return
-    reset: Any = getattr(module, "reset_parameters", None)
-    if reset is not None and "generator" in signature(reset).parameters:
-        reset(generator=generator)
-    elif reset is not None:
-        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-        with seeded(generator, devices):
-            reset()
-    else:
+    name, reset = name or type(module).__name__, getattr(module, "reset_parameters", None)
+    if reset is None:
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 expected = f"expected `reset_parameters` of {name}, which has {own}, got none"
                 raise ValueError(f"restarts: {expected}; give the module that method, or pass restarts=0")
         for child, part in module.named_children():
-            _reset(part, f"{name}.{child}", generator, without)
+            reset_parameters(part, generator, without=without, name=f"{name}.{child}")
+        return
+    with frozen(module.parameters()):
+        if "generator" in signature(reset).parameters:
+            reset(generator=generator)
+        else:
+            with seeded(generator, {p.device for p in module.parameters() if p.device.type == "cuda"}):
+                reset()
 
 
 @contextmanager
-def seeded(generator: torch.Generator | None, devices: Iterable[torch.device]) -> Iterator[None]:
+def seeded(generator: Generator | None, devices: Iterable[torch.device]) -> Iterator[None]:
     """A context of global randomness that a generator seeds, without effect on later draws; None changes nothing."""
     with torch.random.fork_rng(devices=list(devices), enabled=generator is not None):
         if generator is not None:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checks import check_number
 
 
-class Prior(torch.nn.Module):
+class Prior(nn.Module):
     """A density of the parameters of a module, without its normalizing constant; it may be improper.
 
     Hyperparameters are numbers or tensors that broadcast to the parameters. They are buffers, in the `state_dict`.

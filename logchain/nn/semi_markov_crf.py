@@ -47,7 +47,7 @@ class SemiMarkovCRF(LinearChainCRF):
         ValueError: as for `LinearChainCRF`, or a segment of the tags has more than D steps (checked on a CPU; elsewhere
             its log-likelihood is -inf).
 
-    Cost: `v (c D + c^2)` multiply-adds a sequence, and twice that backward, and memory for messages `[n, v, c D]`.
+    Cost: `v (c D + c^2)` multiply-adds per sequence, and twice that backward, and memory for messages `[n, v, c D]`.
 
     Source: S. Sarawagi and W. Cohen, "Semi-Markov conditional random fields for information extraction", NIPS (2004).
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checks import check_differentiable
 from .log_weights import LogWeights
@@ -15,10 +15,7 @@ from .parameters import log_prior
 
 @torch.enable_grad()
 def standard_errors(
-    model: torch.nn.Module,
-    data: Any,
-    of: Callable[[Any], Tensor | dict[str, Tensor]] | None = None,
-    **conditions: Any,
+    model: nn.Module, data: Any, of: Callable[[Any], Tensor | dict[str, Tensor]] | None = None, **conditions: Any
 ) -> Any:
     r"""Standard errors of a model at its maximum, `sqrt(diag(J (-H)^-1 J'))` (the delta method).
 
@@ -30,23 +27,23 @@ def standard_errors(
         model: a module with `log_prob(data, **conditions) -> [n]`, fitted to these data.
         data: as in `fit`.
         of: a function of the model (a copy in float64) that returns a tensor or a dictionary of tensors, such as
-            `lambda hmm: hmm.transition().exp()`; by default the trained parameters. Logits of probabilities are
-            determined up to a constant: by default they are taken less the mean of those whose probabilities sum to 1.
+            `lambda hmm: hmm.transition().exp()`; by default the trained parameters, where logits are relative to the
+            mean of those whose probabilities sum to 1, since they are determined up to a constant.
         **conditions: further arguments of `log_prob`.
 
     Returns:
         A tensor or a dictionary, as `of`, of standard errors in float64: inf for what the data do not determine.
 
     Raises:
-        ValueError: nothing is trained; `of` returns what has no gradients, as properties of models; or the
-            log-posterior has no maximum here, since it curves up or is flat in some direction, or is estimated to be
-            more than 0.1 nats above; fit with a smaller tolerance, or have fewer states.
+        ValueError: nothing is trained; `of` returns what has no gradients, such as properties of models; or the
+            log-posterior has no maximum here: it curves up or is flat in some direction, or its maximum is estimated to
+            be more than 0.1 nats above; fit with a smaller tolerance, or have fewer states.
         RuntimeError: `torch.inference_mode` is on.
 
     Cost: a backward pass of the gradient for each of P trained parameters, `P^2` numbers, and `P^3` multiply-adds.
 
     Source: T. Louis, "Finding the observed information matrix when using the EM algorithm", J. R. Stat. Soc. B 44
-    (1982), for what second derivatives of the log-likelihood replace.
+    (1982), whose formula second derivatives of the log-likelihood replace.
 
     >>> from logchain.nn import HMM
     >>> hmm, data = HMM(1, "poisson"), torch.tensor([[2, 4, 4, 4]])
@@ -61,7 +58,7 @@ def standard_errors(
     parameters: list[Any] = list(trained.values())
     if not parameters:
         raise ValueError("model: expected trained parameters, got none; call requires_grad_(True) on some")
-    total: Tensor = log_prob(data, **conditions).double().sum() + log_prior(model.modules())
+    total: Tensor = log_prob(data, **conditions).double().sum() + log_prior(model)
     gradient = _flat(torch.autograd.grad(total, parameters, create_graph=True, materialize_grads=True))
     values: Any = trained if of is None else of(model)
     if not all(value.requires_grad for value in (values.values() if isinstance(values, dict) else [values])):
@@ -104,7 +101,7 @@ def _jacobian(values: Tensor, parameters: list[Any]) -> Tensor:
     return torch.stack([_flat(torch.autograd.grad(value, parameters, **options)) for value in values]).detach()
 
 
-def _gauges(model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]) -> Tensor:
+def _gauges(model: nn.Module, trained: dict[str, nn.Parameter]) -> Tensor:
     """The projection onto directions that add a constant to all logits of probabilities that sum to 1."""
     parts = {id(part.logits): part for part in model.modules() if isinstance(part, LogWeights)}
     blocks = []

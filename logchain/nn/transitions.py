@@ -3,7 +3,7 @@
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ..arguments import check_has_values, check_tensor
 from ..transitions import Banded, BlockDiagonal, Duration, Kronecker, LowRank, Monarch, Sparse, Transition
@@ -21,14 +21,14 @@ DIMS: dict[type[Transition], int | tuple[int, ...]] = {
 }
 
 
-class Transitions(torch.nn.Module):
+class Transitions(nn.Module):
     r"""Trained transition probabilities: a dense matrix, or the parameters of a structure; all rows sum to 1.
 
     Args:
         states: c, for a dense matrix that is drawn; or what training starts from: a matrix `[..., c, c]`, or a
             structure of `logchain.transitions`, of non-negative weights, which are normalized. What is 0 stays 0.
-        dims: for another structure than those of `logchain.transitions`, the axis of each of its parameters along which
-            it sums to 1, from the right; one number serves all. They have to make the rows of matrices sum to 1.
+        dims: for a structure that is not of `logchain.transitions`, the axis from the right along which each of its
+            parameters sums to 1; one number serves all. They have to make the rows of matrices sum to 1.
         lead: sizes of axes before those of the weights: steps `(v - 1,)`, or repetitions and steps.
         sticky: added to the concentration of the diagonal, so that states last longer; for dense matrices, `Banded` and
             `Sparse`. 0 or more.
@@ -68,7 +68,7 @@ class Transitions(torch.nn.Module):
         lead: tuple[int, ...] = (),
         sticky: float = 0.0,
         prior: Dirichlet | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         super().__init__()
         check_lead(lead, least=0)
@@ -78,7 +78,7 @@ class Transitions(torch.nn.Module):
         structure = structure.map(lambda parameter: parameter.expand(*lead, *parameter.shape))
         self._structure = _without_values(structure, structure.device)
         prior = _sticky(structure, sticky, prior)
-        self.weights = cast(list[LogWeights], torch.nn.ModuleList(_modules(structure, dims, prior)))
+        self.weights = cast(list[LogWeights], nn.ModuleList(_modules(structure, dims, prior)))
         for part, start in zip(self.weights, _layout(structure), strict=True):
             part.start(start)
         if isinstance(states, int):
@@ -112,7 +112,7 @@ class Transitions(torch.nn.Module):
         for part, value in zip(self.weights, _layout(self._structure.with_parameters(*values)), strict=True):
             part.set(value)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the weights again, uniformly over the simplex of those that are not fixed at 0."""
         for part in self.weights:
             part.reset_parameters(generator)
@@ -143,7 +143,6 @@ def _without_values(structure: Transition, device: torch.device) -> Transition:
 
 
 def _modules(structure: Transition, dims: int | tuple[int, ...] | None, prior: Dirichlet | None) -> list[LogWeights]:
-    """A module for each tensor of weights."""
     shapes = [start.shape for start in _layout(structure)]
     if dims is None and isinstance(structure, Banded | Sparse):
         sources = _arcs(structure)[0]
@@ -181,7 +180,6 @@ def _arcs(structure: Banded | Sparse) -> Tensor:
 
 
 def _sticky(structure: Transition, sticky: float, prior: Dirichlet | None) -> Dirichlet | None:
-    """The prior with `sticky` added to the concentration of the diagonal."""
     check_number("sticky", sticky)
     if not sticky:
         return prior

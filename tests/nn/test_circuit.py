@@ -129,6 +129,10 @@ def test_missing_variables_are_imputed_by_expectations():
     imputed = circuit.impute(data, torch.tensor([True, False]))
     assert torch.equal(imputed[:, 0], data[:, 0])
     np.testing.assert_allclose(imputed[:, 1], means, atol=1e-12)
+    # a part of a vector, given the other part
+    whole = make(1, 1, 1, emission=nn.Gaussian((1, 1, 1), 2, "full"))
+    whole.emission.set(torch.tensor([1.0, -1.0]), torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+    np.testing.assert_allclose(whole.impute(torch.tensor([[4.0, torch.nan]])), [[4.0, -1 + 0.5 * (4 - 1)]])
     bits, observed = make(3, emission="bernoulli"), torch.tensor([True, False, False])
     likely = bits.conditionals(torch.tensor([1.0, 0, 0]), observed).argmax(-1)
     assert torch.equal(bits.impute(torch.tensor([1, 0, 0]), observed), likely)

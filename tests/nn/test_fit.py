@@ -151,7 +151,7 @@ def test_best_of_several_starts_is_kept_and_seeds_repeat(make):
     assert len(report.starts) == 4 and len(set(report.starts)) == 4
     assert report.log_likelihood == max(report.starts)
     assert model.log_prob(data).sum().item() == pytest.approx(max(report.starts), abs=1e-10)
-    assert "best of 4 starts" in str(report)
+    assert str(report).startswith("log-likelihood ") and "best of 4 starts" in str(report)
     assert make(seed=9).fit(data, restarts=4, max_iterations=10, generator=seeded(), **ENDLESS) == report
     first, again, other = (make(seed=seed).log_prob(data) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
@@ -282,6 +282,7 @@ def test_fit_with_a_prior_ends_at_the_maximum_of_the_posterior():
     expected = hmm.log_prob(data).sum() + 20 * hmm.transition().sum()
     assert report.log_posterior == pytest.approx(expected.item(), abs=1e-9)
     assert report.log_likelihood == pytest.approx(hmm.log_prob(data).item(), abs=1e-9)
+    assert str(report).startswith("log-posterior ") and "; log-likelihood " in str(report)
     more = hmm.fit(data, restarts=0, max_iterations=1000, **ENDLESS)
     assert (np.diff(more.history) > -1e-9).all() and more.log_posterior - report.log_posterior < 0.05
     by_gradient = hmm.fit(data, method="gradient", restarts=0)

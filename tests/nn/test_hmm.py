@@ -388,6 +388,8 @@ SORTED = {
     "mixture of categories": lambda: random_hmm(nn.Mixture(Categorical((C, 3), 3, generator=seeded()))),
     "matrix per step": MODELS["matrix per step"].make,
     "stationary": MODELS["stationary start"].make,
+    "durations": partial(hmms.semi_markov, longest=C),
+    "durations of a family": partial(hmms.semi_markov, "poisson"),
 }
 
 
@@ -415,7 +417,8 @@ def test_priors_are_sorted_or_refused():
     assert hmm.transition.prior.concentration.tolist() == [[5, 4, 6], [2, 1, 3], [8, 7, 9]]
     wishart = NormalInverseWishart(torch.ones(C, C), torch.arange(1.0, C + 1))
     coins = HMM(2, nn.Bernoulli(2, prior=Dirichlet(torch.tensor([2.0, 5.0]))))
-    for hmm in (random_hmm(Gaussian(C, C, prior=wishart)), coins):
+    lasting = hmms.semi_markov(prior=Dirichlet(torch.arange(1.0, C + 1)[:, None]))
+    for hmm in (random_hmm(Gaussian(C, C, prior=wishart)), coins, lasting):
         before = copy.deepcopy(hmm.state_dict())
         with pytest.raises(ValueError, match="sort states before a prior with tensors is assigned$"):
             hmm.sort_states(by=np.array([2.0, 1.0, 3.0])[: hmm.num_states])

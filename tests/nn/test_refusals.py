@@ -34,7 +34,8 @@ MONARCH = Monarch(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
 TAGGER = LinearChainCRF(5, batch_first=True)
 EMISSIONS, TAGS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
 LASTING = Durations(3, 4)
-PLANE = Gaussian((2, 3, 2), 2)
+PLANE, SLOPED = Gaussian((2, 3, 2), 2), Gaussian((2, 3, 2), 2, "full")
+PART = VECTORS[:, 1:], VECTORS[:, 1:] > 0
 
 
 def likelihood(emissions=EMISSIONS, tags=TAGS, **options):
@@ -191,7 +192,8 @@ CALLS = [
     (lambda: circuit().fit(TRIPLES, covariates=TRIPLES), ValueError, "^covariates: expected None with a circuit"),
     (lambda: circuit(emission="normal"), ValueError, "^emission: .* got 'normal'$"),
     (lambda: circuit(emission="poisson").conditionals(DATA[:, 1:]), TypeError, "^emission: .* got Poisson$"),
-    (lambda: circuit(emission=PLANE).decode(VECTORS[:, 1:], VECTORS[:, 1:] > 0), ValueError, "^data: .* whole"),
+    (lambda: circuit(emission=PLANE).decode(*PART), ValueError, "^data: .* whole"),
+    (lambda: circuit(emission=SLOPED).sample_conditional(*PART), ValueError, "^data: .* whole"),
 ]
 
 

@@ -1,12 +1,10 @@
 """Families of distributions of observations: emissions of hidden Markov models, input layers of circuits."""
 
-from .categorical import Categorical
-from .counts import Bernoulli, Binomial, Multinomial, Poisson
+from .composed import Mixture, Product
 from .distribution import Distribution
 from .emission import Emission
 from .gaussian import Gaussian
-from .mixture import Mixture
-from .product import Product
+from .integers import Bernoulli, Binomial, Categorical, Multinomial, Poisson
 from .regression import LinearGaussian
 
 __all__ = [

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import LowerCholeskyTransform, PositiveDefiniteTransform
 
@@ -32,12 +32,12 @@ class Distribution(Emission):
             parameters of a class that are not passed are trained from 0 of the unconstrained parameter.
 
     `free`: a `ParameterDict` of unconstrained real parameters, which `torch.distributions.biject_to` (or, where it
-    knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained; tensors of them,
+    has no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained; tensors of them,
     which broadcast to `[*U, c]`, are buffers of `fixed`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see
     `Emission`. An event is observed as a whole or not at all.
 
     Raises:
-        TypeError: the family is neither a class nor a function, or `spread` is no number.
+        TypeError: the family is neither a class nor a function, or `spread` is not a number.
         ValueError: torch has no such class; an initial value violates its constraint, or torch cannot map real numbers
             to the constraint (pass other `limits`); a value's or the distribution's shape does not go with the units;
             some of the data are outside the support of every unit (checked on a CPU).
@@ -59,7 +59,7 @@ class Distribution(Emission):
         *,
         limits: Mapping[str, Any] | None = None,
         spread: float = 0.1,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         **initial: Any,
     ) -> None:
         super().__init__(units)
@@ -79,7 +79,7 @@ class Distribution(Emission):
         declared = declared if isinstance(declared, Mapping) else {}
         values: dict[str, Any] = _unset(family, declared, initial) | initial
         self.family, self.spread, self._alike = family, spread, []
-        self.transforms, self._fixed, self._initial, self.fixed = {}, {}, {}, torch.nn.Module()
+        self.transforms, self._fixed, self._initial, self.fixed = {}, {}, {}, nn.Module()
         for name, start in list(values.items()):
             limit = declared.get(name, constraints.real)
             if constraints.is_dependent(limit):
@@ -108,7 +108,7 @@ class Distribution(Emission):
                 f"got {list(example.batch_shape)} and {list(example.event_shape)}"
             )
         # copies, so that training leaves the values to which `reset_parameters` returns
-        free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
+        free = {name: nn.Parameter(start.clone()) for name, start in self._initial.items()}
         self.free = _Free(free)
         self.free.transforms = self.transforms
         with torch.random.fork_rng(devices=[]):
@@ -116,7 +116,7 @@ class Distribution(Emission):
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Set the parameters to the initial values, with new noise."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
@@ -124,7 +124,6 @@ class Distribution(Emission):
             parameter.copy_(start + noise if name in self._alike else start)
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
-        """The distribution of the family: see `Emission.distribution`."""
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
         trained = {name: self.transforms[name](arithmetic(free))[at] for name, free in self.free.items()}
@@ -137,11 +136,10 @@ class Distribution(Emission):
         return torch.where(known, data, self._allowed.to(data.dtype))
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
 
 
-class _Free(torch.nn.ParameterDict):
+class _Free(nn.ParameterDict):
     """Unconstrained parameters, and the transforms to their constraints."""
 
     transforms: Mapping[str, Any]
@@ -183,7 +181,6 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
 
 
 def _transform(name: str, limit: Any) -> Any:
-    """The transform of real numbers to those that a constraint allows."""
     for registry in (biject_to, transform_to):
         with suppress(NotImplementedError):
             return registry(limit)

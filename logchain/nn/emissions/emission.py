@@ -4,20 +4,19 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from ...arguments import check_device, check_has_values, check_is_tensor
 from ...tensors import is_readable
 from ..checks import check_count, check_mask
-from ..em import em_step
-from ..lbfgs import maximize_by_lbfgs
+from ..em import em_step, maximize_by_lbfgs
 from ..parameters import arithmetic, seeded
 from .linear import by_group
 
 Units = int | tuple[int, ...]
 
 
-class Emission(torch.nn.Module):
+class Emission(nn.Module):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. The
@@ -29,9 +28,9 @@ class Emission(torch.nn.Module):
     Missing entries are summed out, which leaves `log 1 = 0`. Values outside the support of the family raise an error on
     a CPU; inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not checked.
 
-    A subclass has the parameters, `reset_parameters`, and `distribution(at)`, one of `torch.distributions`. Densities,
-    draws, modes and expectation maximization (by L-BFGS) follow from it; a subclass may have `log_density`, or
-    `statistics` and `maximize` in closed form.
+    A subclass defines parameters, `reset_parameters` and `distribution(at)`, which returns one of
+    `torch.distributions`. Densities, draws, modes and expectation maximization (by L-BFGS) follow; a subclass may
+    override `log_density`, or `statistics` and `maximize` by a closed form.
 
     Args:
         units: `[*U, c]`, or `c` alone.
@@ -80,10 +79,9 @@ class Emission(torch.nn.Module):
         return arithmetic(next(chain(self.parameters(), self.buffers()))).dtype
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> torch.distributions.Distribution:
-        """The distribution, whose parameters are not validated, with batch shape `[*U, c]`.
+        """The distribution, whose parameters are not validated, with batch shape `[*U, c]`; some are in float64.
 
-        `at` is an index of the units, such as a tensor for each of their axes; the batch shape is then that of the
-        index.
+        With an index `at` of the units, such as a tensor for each of their axes, the batch shape is that of the index.
 
         >>> from logchain.nn import Poisson
         >>> quakes = Poisson(2)
@@ -163,17 +161,12 @@ class Emission(torch.nn.Module):
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
         return data
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the parameters again, without regard to data."""
         raise NotImplementedError
 
     def initialize(
-        self,
-        data: Tensor,
-        observed: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        **covariates: Tensor,
+        self, data: Tensor, observed: Tensor | None = None, *, generator: Generator | None = None, **covariates: Tensor
     ) -> None:
         """Draw the parameters again, in the range of the data: by clusters about observations far from each other.
 
@@ -189,15 +182,13 @@ class Emission(torch.nn.Module):
         """
         self.start(*self.known(data, observed), generator, **covariates)
 
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """`initialize` for data and mask of `known`."""
         self.reset_parameters(generator)
         self.fit_clusters(data, known, generator, **covariates)
 
     def fit_clusters(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
+        self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor
     ) -> None:
         """Fit each unit mostly to the observations that are nearest to one of them."""
         *_, nearest = self.seeds(data, known, generator)  # (g, n)
@@ -211,20 +202,12 @@ class Emission(torch.nn.Module):
         em_step(self, [lambda: (weights * self(data, known, **covariates)).sum()], 0.9)
 
     def seeds(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None
+        self, data: Tensor, known: Tensor | None, generator: Generator | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One observation for each unit, drawn in proportion to its squared distance from those drawn before.
 
-        Data and mask are those of `known`. Events have d entries (1 for numbers); missing ones become the mean.
-
-        Returns:
-            In float64, the observations `[*U, c, d]`, and of all data the variance and number `[*U, 1, d]`; the unit
-            whose seed is the nearest to an observation, `[g, n]` for g variables.
-
-        Raises:
-            ValueError: a variable or feature is never observed.
-
-        Cost: c passes over the data.
+        Returns, in float64, the observations `[*U, c, d]`, where missing entries become the mean; the variance and the
+        number of all data `[*U, 1, d]`; and the unit of the observation nearest to each, `[g, n]` for g variables.
 
         Source: D. Arthur and S. Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007.
         """
@@ -234,7 +217,7 @@ class Emission(torch.nn.Module):
         rows, seen = (by_group(part, self.units) for part in parts)  # (g, n, d)
         counts = seen.sum(1, keepdim=True)
         if not bool((counts > 0).all()):
-            raise ValueError("data: expected at least one observation of every variable and feature, got none of some")
+            raise ValueError("data: expected at least one observation of every variable and feature, got none of one")
         # the mean is taken about one of the observations, since sums of large numbers would round their differences
         first = rows.gather(1, seen.long().argmax(1, keepdim=True))
         mean = first + torch.where(seen, rows - first, 0.0).sum(1, keepdim=True) / counts
@@ -263,10 +246,10 @@ class Emission(torch.nn.Module):
         return torch.zeros((), dtype=torch.float64)
 
     def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Any:
-        """What `maximize` needs of a call, a list or a float64 tensor; those of several calls are added.
+        """What `maximize` needs to know of a call, a list or a float64 tensor; those of several calls are added.
 
-        The flow `[..., *U, c]` is how often each unit is expected to have been used: the gradient of a log-likelihood
-        with respect to `forward(*inputs, **named)`.
+        The flow `[..., *U, c]` is the expected number of times that each unit was used: the gradient of a
+        log-likelihood with respect to `forward(*inputs, **named)`.
         """
         return [(flow.double(), inputs, named)]
 
@@ -294,7 +277,7 @@ class Emission(torch.nn.Module):
             parameter.copy_(torch.lerp(old, parameter, step))
 
     @torch.no_grad()
-    def draw(self, states: Tensor, generator: torch.Generator | None = None, **covariates: Tensor) -> Tensor:
+    def draw(self, states: Tensor, generator: Generator | None = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states, int64 `[..., *U]`.
 
         The generator draws the seed, since torch's distributions take no generator.

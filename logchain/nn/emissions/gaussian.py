@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 from torch.distributions.constraints import Constraint
 
@@ -59,8 +59,8 @@ class Covariances(Emission):
     """
 
     support, expected = Finite(), "finite numbers, or NaN for what is missing"
-    log_scales: torch.nn.Parameter
-    factors: torch.nn.Parameter
+    log_scales: nn.Parameter
+    factors: nn.Parameter
 
     def __init__(self, units: Units, num_features: int | None, covariance: str) -> None:
         if num_features is not None:
@@ -78,7 +78,7 @@ class Covariances(Emission):
         event = 2 * self.event if self.has_matrices else (1,) if covariance == "spherical" else self.event
         self._spread_shape = *units, 1 if covariance == "spherical" else self._blocks[0], *2 * self._blocks[1:]
         name = "factors" if self.has_matrices else "log_scales"
-        self.register_parameter(name, torch.nn.Parameter(torch.empty(*units, *event)))
+        self.register_parameter(name, nn.Parameter(torch.empty(*units, *event)))
 
     @property
     def variances(self) -> Tensor:
@@ -94,8 +94,7 @@ class Covariances(Emission):
         return self._spread().detach().to(self.dtype).squeeze(-3).expand(*self.units, -1, -1)
 
     @property
-    def _parameter(self) -> torch.nn.Parameter:
-        """The parameter of the covariances."""
+    def _parameter(self) -> nn.Parameter:
         return self.factors if self.has_matrices else self.log_scales
 
     def _cholesky(self) -> Tensor:
@@ -135,7 +134,6 @@ class Covariances(Emission):
         return None
 
     def _set_covariances(self, covariance: Tensor) -> None:
-        """Set variances or covariances, after checks."""
         event = 2 * self.event if self.has_matrices else self.event
         covariance = broadcast("covariance", covariance, torch.Size((*self.units, *event)))
         if not covariance.isfinite().all():
@@ -163,7 +161,6 @@ class Covariances(Emission):
         return sum(int((ones.tril() if name == "factors" else ones).count_nonzero()) for name, ones in trained.items())
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         covariance = "" if self.covariance == "diag" else f', covariance="{self.covariance}"'
         return super().extra_repr() + (f", num_features={self.event[0]}" if self.event else "") + covariance
 
@@ -214,25 +211,23 @@ class Gaussian(Covariances):
         covariance: str = "diag",
         *,
         prior: NormalInverseWishart | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         super().__init__(units, num_features, covariance)
-        self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
+        self.means = nn.Parameter(torch.empty(*self.units, *self.event))
         self.prior = prior
         if prior is not None:
             self._prior(prior)
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the means again, standard normal; the variances are 1."""
         self.means.normal_(generator=generator)
         self._parameter.zero_()
 
     @torch.no_grad()
-    def start(
-        self, data: Tensor, known: Tensor | None, generator: torch.Generator | None, **covariates: Tensor
-    ) -> None:
+    def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """Set the means to observations far from each other, the variances to those of all data, with the prior."""
         places, variance, counts, _ = self.seeds(data, known, generator)
         counts = counts.unflatten(-1, self._blocks)  # (*U, 1, b, e)
@@ -279,7 +274,6 @@ class Gaussian(Covariances):
         return scale, (dof + 1 + e).reshape(*self._spread_shape[:-2], 1, 1), place, count
 
     def log_prior(self) -> Tensor:
-        """The logarithm of the prior density of means and covariances: see `Emission.log_prior`."""
         if self.prior is None:
             return super().log_prior()
         scale, number, place, count = self._prior(self.prior)
@@ -291,7 +285,6 @@ class Gaussian(Covariances):
         return -((2 * number[..., 0, 0] * logs).sum() + (scale * precisions).sum() + of_means) / 2
 
     def distribution(self, at: tuple[Tensor, ...] = ()) -> Distribution:
-        """The normal distributions in float64: see `Emission.distribution`."""
         return self._normal(self.means.double()[at], at)
 
     def _means(self) -> tuple[Tensor, Tensor]:
@@ -300,10 +293,7 @@ class Gaussian(Covariances):
         return means, means.detach().mean(-3, keepdim=True)
 
     def _features(self, data: Tensor, observed: Tensor | None, center: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Statistics `[..., *U, f]`, data about the center and mask `[..., *U, b, e]`.
-
-        Statistics are count, values and products of the entries of each block that is observed as a whole.
-        """
+        """Statistics `[..., *U, f]` of blocks observed as a whole, data about the center and mask `[..., *U, b, e]`."""
         data, known = self.known(data, observed)
         shape = *data.shape[: data.dim() - len(self.event)], *self._blocks
         centered = data.double().reshape(shape) - center.squeeze(-3)
@@ -313,7 +303,6 @@ class Gaussian(Covariances):
         return _statistics(centered, known.all(-1, keepdim=True)), centered, known
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats: see `Emission.forward`."""
         (means, center), (precisions, logs) = self._means(), self._precisions()
         features, centered, known = self._features(data, observed, center)
         means = means - center
@@ -340,16 +329,13 @@ class Gaussian(Covariances):
     def _patterns(
         self, centered: Tensor, known: Tensor, means: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
-        """For each variable and pattern of entries that are not all missing: the rows of the data that have it.
-
-        Yields the variable, m rows, their differences from the means `[c, m, d]`, 0 where missing, the pattern `[d]`,
-        and Cholesky factors `[c, d, d]` of covariances whose missing entries are those of the identity.
-        """
+        """Each variable and pattern of entries that are missing in part, with the rows that have it."""
         centered, known = by_group(centered[..., 0, :], self.units), groups_of(known[..., 0, :], self.units)
         for group, (masks, matrices) in enumerate(zip(known, self._matrices(), strict=True)):
             for pattern in masks[masks.any(-1) & ~masks.all(-1)].unique(dim=0):
                 rows, identity = (masks == pattern).all(-1).nonzero()[:, 0], torch.eye(len(pattern)).to(matrices)
-                away = (centered[group, rows] - means[group]).masked_fill(~pattern, 0.0)
+                away = (centered[group, rows] - means[group]).masked_fill(~pattern, 0.0)  # (c, m, d)
+                # of covariances whose missing entries are those of the identity
                 factors = torch.linalg.cholesky(torch.where(pattern[:, None] & pattern, matrices, identity))
                 yield group, rows, away, pattern, factors
 

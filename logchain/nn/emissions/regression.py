@@ -1,7 +1,7 @@
 """Linear regressions on covariates, with coefficients for each hidden unit."""
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
 from torch.distributions import Distribution
 
 from ...arguments import check_is_tensor
@@ -42,7 +42,7 @@ class LinearGaussian(Covariances):
             [-1.4189]], grad_fn=<ToCopyBackward0>)
     """
 
-    bias: torch.nn.Parameter | None
+    bias: nn.Parameter | None
     takes_covariates = True
 
     def __init__(
@@ -53,17 +53,17 @@ class LinearGaussian(Covariances):
         covariance: str = "diag",
         *,
         bias: bool = True,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> None:
         check_count("units", units)
         check_count("num_covariates", num_covariates)
         super().__init__(units, num_features, covariance)
-        self.weights = torch.nn.Parameter(torch.empty(units, num_features or 1, num_covariates))
-        self.register_parameter("bias", torch.nn.Parameter(torch.empty(units, num_features or 1)) if bias else None)
+        self.weights = nn.Parameter(torch.empty(units, num_features or 1, num_covariates))
+        self.register_parameter("bias", nn.Parameter(torch.empty(units, num_features or 1)) if bias else None)
         first_draw(self, generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(self, generator: Generator | None = None) -> None:
         """Draw the coefficients again, standard normal; the variances are 1."""
         self.weights.normal_(generator=generator)
         if self.bias is not None:
@@ -94,7 +94,6 @@ class LinearGaussian(Covariances):
         return self._normal(means if self.event else means[..., 0], at)
 
     def forward(self, data: Tensor, observed: Tensor | None = None, *, covariates: Tensor | None = None) -> Tensor:
-        """`log p(data | covariates, unit)`, `[..., c]` in nats: see `Emission.forward`."""
         data, covariates, whole = self._rows(data, observed, covariates)
         log_density = self.distribution((), covariates).log_prob(data[..., None, :] if self.event else data)
         return log_density.masked_fill(~whole[..., None], 0.0).to(self.dtype)
@@ -164,6 +163,5 @@ class LinearGaussian(Covariances):
         return covariates
 
     def extra_repr(self) -> str:
-        """Sizes, as torch prints them."""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{super().extra_repr()}, num_covariates={self.weights.shape[-1]}{bias}"
