@@ -15,13 +15,13 @@ from .demo import demonstrate
 from .product import product
 
 DESCRIPTION = """\
-Without a file: a chain is checked against scipy in float64, and timed.
-With a file: the log-partition of each sequence in it, in nats, one on each line.
-numpy.savez("chain.npz", x=x, bulk=bulk, p0=p0) writes one for n sequences:
+Without a file, chains are checked against scipy in float64, and timed.
+With a file, the log-partitions of its sequences are printed, in nats, one per line.
+numpy.savez("chain.npz", x=x, bulk=bulk, p0=p0) writes a file of n sequences:
   x        [n, v, c]       log-potentials: for an HMM, log-likelihoods of the data
-  bulk     [1, v-1, c, c]  transition weights, [from, to]; [1, 1, c, c]: all the same
+  bulk     [1, v-1, c, c]  transition weights, [from, to]; [1, 1, c, c] for all steps
   p0       [1, c]          weights of the first state
-  lengths  [n]             integers: the steps of each sequence; may be left out"""
+  lengths  [n]             numbers of variables of the sequences, integers; optional"""
 
 NAMES = "x", "bulk", "p0", "lengths"
 
@@ -36,15 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m logchain", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"logchain {__version__}")
-    parser.add_argument("--size", metavar="N,V,C", type=_size, help="without a file: 500,40,200 by default")
-    parser.add_argument("file", nargs="?", metavar="FILE.npz", help="a chain")
+    parser.add_argument("--size", metavar="N,V,C", type=_size, help="of the demonstration: 500,40,200 by default")
+    parser.add_argument("file", nargs="?", metavar="FILE.npz", help="chains to compute")
     parser.add_argument("--log-params", action="store_true", help="bulk and p0 of the file are logarithms")
-    parser.add_argument("--output", metavar="OUT.npy", help="write the result here instead of printing it")
+    parser.add_argument("--output", metavar="OUT.npy", help="write the result to this file instead of printing it")
     options = parser.parse_args(argv)
     if options.file is None and (options.output is not None or options.log_params):
-        parser.error("--output and --log-params go with FILE.npz")
+        parser.error("--output and --log-params need FILE.npz")
     if options.file is not None and options.size is not None:
-        parser.error("--size goes without FILE.npz")
+        parser.error("--size cannot be combined with FILE.npz")
     try:
         if options.file is None:
             print(demonstrate(*(options.size or ())))

@@ -100,9 +100,9 @@ def demonstrate(n: int = 500, v: int = 40, c: int = 200) -> str:
 
 Checks on {min(n, SLICE)} sequences: the first number, the largest error, and its bound.
 Gradients are probabilities of states (x), and expected transitions and starts.
-Times of one call for all; torch.logsumexp ran on {few}, which is scaled up.
-The products by torch.mm are the arithmetic that cannot be avoided.
-Memory: the most at any time beyond inputs, result and gradients."""
+Times are of one call for all; torch.logsumexp ran on {few}, scaled up.
+The matrix products alone, by torch.mm, are arithmetic that cannot be avoided.
+Memory is the peak beyond inputs, result and gradients."""
 
 
 def _checks(chain: Chain) -> list[tuple[str, ...]]:

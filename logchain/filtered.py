@@ -72,7 +72,7 @@ def _of_batch(operands: Operands) -> tuple[Tensor, Tensor]:
         if operands.is_dense:
             return _by_stream(*operands.dense)
     if not torch.compiler.is_compiling() and takes_forward_derivatives():
-        raise NotImplementedError("filtered: expected no forward derivative, take gradients")
+        raise NotImplementedError("filtered: expected no forward derivative; take gradients instead")
     return filtered_messages(operands)
 
 

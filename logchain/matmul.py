@@ -65,6 +65,6 @@ def _check_out(out: Tensor, a: Tensor, b: Tensor, shape: tuple[int, ...], dtype:
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out: expected {str(dtype)[6:]} {list(shape)}, got {str(out.dtype)[6:]} {list(out.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(f"out: expected a tensor of its own memory, got an expanded one with strides {out.stride()}")
+        raise ValueError(f"out: expected a tensor that is not expanded, got strides {out.stride()}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, out)):
         raise ValueError("out: expected operands that need no gradient, got one that does")

@@ -135,7 +135,7 @@ def product(
     check_flag("progress", progress)
     if progress:
         if memory_budget is None:
-            raise ValueError("progress: expected a memory_budget with it")
+            raise ValueError("progress: expected a memory_budget with it, got None; pass one")
         check_progress()
     chain = Chain.of(x, bulk, p0, log_params, lengths, cu_seqlens, in_pieces=memory_budget is not None).in_place()
     query = partial(_of_batch, strategy=strategy, memory_budget=memory_budget, progress=progress)

@@ -284,7 +284,7 @@ class Stream:
 
     def _begun(self) -> State:
         if self._state is None:
-            raise RuntimeError("stream: expected an update before, the shape of the batch is not known yet")
+            raise RuntimeError("stream: expected an update before, which sets the shape of the batch; call update")
         return self._state
 
     def _result_dtype(self, state: State) -> torch.dtype:

@@ -126,7 +126,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     """
     tensors, p0 = operands.tensors, operands.p0
     if torch.compiler.is_compiling():
-        raise NotImplementedError("memory_budget: expected None inside torch.compile")
+        raise NotImplementedError("memory_budget: expected None inside torch.compile; call product outside of it")
     if operands.x.numel() == 0 or not has_values(p0):
         return log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
     schedule = Checkpoints(operands, every, progress)

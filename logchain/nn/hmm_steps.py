@@ -91,7 +91,8 @@ def stationary_start(logs: Transition) -> Tensor:
         out = remaining[..., k, :k]
         leaving = out.sum(-1, keepdim=True)
         if is_readable(leaving) and bool((leaving == 0).any()):
-            raise ValueError("transition: expected every state to reach every other")
+            expected = "every state to reach every other with initial='stationary'"
+            raise ValueError(f"transition: expected {expected}, got some that do not; pass initial='free'")
         # expected visits of state k for each visit of a state that remains
         visits_of_k = remaining[..., :k, k] / leaving
         remaining = remaining[..., :k, :k] + visits_of_k[..., :, None] * out[..., None, :]

@@ -80,7 +80,7 @@ def standard_errors(
         )
     covariance = torch.cholesky_inverse(factor)
     if (missing := float(gradient @ covariance @ gradient) / 2) > 0.1:
-        raise ValueError(f"model: expected a maximum, got one {missing:.2g} nats below; fit with a smaller tolerance")
+        raise ValueError(f"model: expected a maximum, got a fit {missing:.2g} nats below; use a smaller tolerance")
     projection = torch.eye(len(hessian)).to(hessian) - (gauges if of is None else 0)
 
     def errors(value: Tensor) -> Tensor:

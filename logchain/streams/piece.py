@@ -236,9 +236,9 @@ def checked_transition(
     """The transition of a piece, and its name; raises for a piece that does not follow those of a batch `before`."""
     if not torch.compiler.is_compiling():
         if is_mapped():
-            raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
+            raise NotImplementedError("Stream: expected no torch.vmap around update; make its axis one of the batch")
         if takes_forward_derivatives():
-            raise NotImplementedError("Stream: expected no forward derivative, take gradients")
+            raise NotImplementedError("Stream: expected no forward derivative; take gradients instead")
     check_tensor("x_piece", x, 2, like=p0)
     if viterbi:  # the number of final states depends on values
         check_has_values("x_piece", x)

@@ -162,7 +162,7 @@ CALLS = [
     (lambda: Mixture(Poisson(2)), ValueError, "layer: expected units"),
     (lambda: distribution((2,), concentration=-1.0), ValueError, "concentration: expected"),
     (lambda: distribution((2,), rate=torch.ones(3)), ValueError, r"rate: expected what .* \[2\], got \[3\]"),
-    (lambda: distribution((2,), limits={"rate": constraints.dependent}), ValueError, "limits: expected what rate has"),
+    (lambda: distribution((2,), limits={"rate": constraints.dependent}), ValueError, "limits: expected a constraint"),
     (lambda: Poisson(1).set(torch.tensor([-1.0])), ValueError, "rates: expected"),
     (lambda: Gaussian(1).set(torch.zeros(1), torch.zeros(1)), ValueError, "covariance: expected positive"),
     (lambda: Gaussian(1, 2, "full").set(torch.zeros(2), torch.inf * torch.eye(2)), ValueError, "covariance: .* finite"),

@@ -83,7 +83,7 @@ class Distribution(Emission):
         for name, start in list(values.items()):
             limit = declared.get(name, constraints.real)
             if constraints.is_dependent(limit):
-                raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
+                raise ValueError(f"limits: expected a constraint of {name} alone, got {limit}; pass another")
             if limit.is_discrete or (isinstance(family, type) and name not in declared):
                 if isinstance(start, Tensor):
                     shape = torch.Size(self.units) if limit.is_discrete else start.shape
@@ -184,4 +184,4 @@ def _transform(name: str, limit: Any) -> Any:
     for registry in (biject_to, transform_to):
         with suppress(NotImplementedError):
             return registry(limit)
-    raise ValueError(f"limits: expected what real numbers can be mapped to for {name}, got {limit}")
+    raise ValueError(f"limits: expected a constraint that torch can transform to for {name}, got {limit}; pass another")

@@ -136,8 +136,8 @@ class Covariances(Emission):
     def _set_covariances(self, covariance: Tensor) -> None:
         event = 2 * self.event if self.has_matrices else self.event
         covariance = broadcast("covariance", covariance, torch.Size((*self.units, *event)))
-        if not covariance.isfinite().all():
-            raise ValueError("covariance: expected finite numbers")
+        if bool((bad := ~covariance.isfinite()).any()):
+            raise ValueError(f"covariance: expected finite numbers, got {covariance[bad][0]:g}")
         covariance = covariance.reshape(*self.units, *self._blocks, self._blocks[1])
         shared = covariance if self._shared_axis is None else covariance.narrow(self._shared_axis, 0, 1)
         if not bool((covariance == shared).all()):
@@ -256,8 +256,8 @@ class Gaussian(Covariances):
                 what is shared is not the same.
         """
         means = broadcast("means", means, self.means.shape)
-        if not means.isfinite().all():
-            raise ValueError("means: expected finite numbers")
+        if bool((bad := ~means.isfinite()).any()):
+            raise ValueError(f"means: expected finite numbers, got {means[bad][0]:g}")
         self._set_covariances(covariance)
         self.means.copy_(means)
 
