@@ -2,8 +2,8 @@
 
     a_0 = log p0 + x_0        a_i = apply(a_{i-1}) + x_i        total = sum of a_{v-1} over states
 
-Each message is held less its largest entry, with the sum of what was subtracted and that sum's rounding error. Of the
-second derivatives of a log-partition, those of dense matrices and of structures alike, this is the definition.
+A message is stored less its largest entry; the sum of what was subtracted is its scale, with a rounding error. Second
+derivatives of log-partitions, of dense matrices and of structures, are those of torch's autograd through this scan.
 """
 
 import math
@@ -77,6 +77,10 @@ class Steps:
         """Whether a sequence has a step (g, m, 1); None: all have."""
         return None if self.ends is None else self.ends > step
 
+    def unknown(self, ends: Tensor) -> Tensor:
+        """Which ends (g, m, 1) are out of range: on a GPU, lengths are not checked before."""
+        return (ends < 1) | (ends > self.v)
+
     def potential(self, step: int) -> Tensor:
         """x_i (g, m, c), 0 after a sequence's end."""
         x, inside = self._x[step].double(), self.inside(step)
@@ -119,6 +123,16 @@ def first(steps: Steps) -> Message:
     _, shift = shifted(potential.masked_fill(weights == -math.inf, -math.inf))
     message, top = shifted(weights + (potential - shift))
     return Message(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
+
+
+def trace_back(steps: Steps, state: Tensor, before: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    """The state (..., g, m) of each step, from the last one's; `before(i, states)` are those before step i."""
+    path = [state]
+    for step in reversed(range(1, steps.v)):
+        previous, inside = before(step, state), steps.inside(step)
+        state = previous if inside is None else torch.where(inside[..., 0], previous, state)
+        path.append(state)
+    return path[::-1]
 
 
 def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Iterator[Message]:
@@ -165,39 +179,32 @@ def backward_messages(steps: Steps) -> list[Tensor]:
     return logs[::-1]
 
 
-def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def both_messages(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
     Entries that are -inf have gradient 0.
     """
-    messages, backward = list(forward_messages(steps)), backward_messages(steps)
-    forward, log_norm = [message.logs for message in messages], _sum(steps, messages[-1], LOG)
-    first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
-    first, last = (each.masked_fill(each == -math.inf, -math.inf) for each in (first, last))
-    return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
+    forward = list(forward_messages(steps))
+    messages = [message.logs for message in forward], backward_messages(steps)
+    first, last = (_until_ends(steps, values, -math.inf) for values in messages)
+    first, last = (values.masked_fill(values == -math.inf, -math.inf) for values in (first, last))
+    return first, last, _sum(steps, forward[-1], LOG)
 
 
-def filtered_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def filtered_messages(steps: Steps) -> tuple[Tensor, Tensor]:
     """Forward messages [*B, v, c] with sum 1, or 0 if impossible or after an end, and the log-partition [*B]."""
     messages = list(forward_messages(steps))
-    states = _until_ends(steps, lengths, [probabilities(message.values) for message in messages], 0.0)
-    log_norm = _sum(steps, messages[-1], LOG)
-    return states, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
+    states = _until_ends(steps, [probabilities(message.values) for message in messages], 0.0)
+    return states, _sum(steps, messages[-1], LOG)
 
 
-def _until_ends(steps: Steps, lengths: Tensor | None, values: Sequence[Tensor], nothing: float) -> Tensor:
-    """Values (g, m, c) of each step as [*B, v, c], `nothing` after a sequence's end."""
-    by_step = steps.by_step(values)
-    if lengths is None:
-        return by_step
-    inside = torch.arange(steps.v, device=steps.device)[:, None] < lengths[..., None, None]
-    invalid = _invalid(steps, lengths)[..., None, None]
-    return torch.where(inside, by_step, nothing).masked_fill(invalid, math.nan)
-
-
-def _invalid(steps: Steps, lengths: Tensor) -> Tensor:
-    """Which lengths [*B] are out of range: on a GPU, they are not checked before."""
-    return (lengths < 1) | (lengths > steps.v)
+def _until_ends(steps: Steps, values: Sequence[Tensor], padding: float) -> Tensor:
+    """Values (g, m, c) of each step as [*B, v, c], `padding` after a sequence's end."""
+    by_step, ends = torch.stack(list(values), 2), steps.ends
+    if ends is not None:
+        inside = torch.arange(steps.v, device=steps.device)[:, None] < ends[..., None]
+        by_step = torch.where(inside, by_step, padding).masked_fill(steps.unknown(ends)[..., None], math.nan)
+    return steps.layout.batched(by_step)
 
 
 def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
@@ -208,8 +215,10 @@ def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
 
 
 def _sum(steps: Steps, last: Message, semiring: Semiring) -> Tensor:
-    """The sum of a message [*B], on which all parameters have a gradient."""
+    """The sum of the last message [*B], NaN for a length out of range; all parameters have a gradient."""
     value = semiring.sum(last.values, -1) + last.error[..., 0] + last.scale[..., 0]
+    if steps.ends is not None:
+        value = value.masked_fill(steps.unknown(steps.ends)[..., 0], math.nan)
     return steps.layout.batched(value) + (steps.unused() if value.requires_grad else 0.0)
 
 
@@ -221,14 +230,13 @@ def second_derivatives(
 ) -> tuple[Tensor, ...]:
     """The gradients of `sum(gradient * tangents)` with respect to the weight and to the operands, without a graph.
 
-    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands.
-    Tangents of what is impossible have no influence, even if they are NaN.
+    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands. Tangents of what is
+    impossible have no influence, even if they are NaN.
     """
     with autograd_in_operators(), torch.enable_grad():
         weight, *leaves = (tensor.detach().requires_grad_() for tensor in (weight, *operands))
         value = log_norm(*leaves)
         first = torch.autograd.grad(value, leaves, weight.to(value.dtype), create_graph=True)
-        used = [(one, tangent) for one, tangent in zip(first, tangents, strict=True) if tangent is not None]
-        outputs = [one for one, _ in used]
-        along = [torch.where((one == 0) & ~tangent.isfinite(), 0.0, tangent).to(one.dtype) for one, tangent in used]
-        return torch.autograd.grad(outputs, [weight, *leaves], along, materialize_grads=True)
+        pairs = [(output, tangent) for output, tangent in zip(first, tangents, strict=True) if tangent is not None]
+        along = [torch.where((a == 0) & ~tangent.isfinite(), 0.0, tangent).to(a.dtype) for a, tangent in pairs]
+        return torch.autograd.grad([a for a, _ in pairs], [weight, *leaves], along, materialize_grads=True)
