@@ -6,14 +6,12 @@ from torch import Tensor
 from .arguments import Lengths, check_tensor
 from .autograd.entropy import divergence
 from .chain import Chain
-from .operands import Operands as Batch
-
-Operands = tuple[Tensor, Tensor, Tensor]
+from .operands import Operands
 
 
 def kl_divergence(
-    p: Operands,
-    q: Operands,
+    p: tuple[Tensor, Tensor, Tensor],
+    q: tuple[Tensor, Tensor, Tensor],
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
@@ -54,17 +52,13 @@ def kl_divergence(
         check_tensor("bulk", operands[1], 2)
     chain_p = Chain.of(*p, log_params, lengths, cu_seqlens, prefix="p: ")
     chain_q = Chain.of(*q, log_params, lengths, cu_seqlens, prefix="q: ")
-    _check_alike(p[0], q[0])
+    x, other = p[0], q[0]
+    if x.shape != other.shape or x.device != other.device:
+        expected = f"x {list(x.shape)} on {x.device} as in p"
+        raise ValueError(f"q: expected {expected}, got {list(other.shape)} on {other.device}")
     divergences = chain_p.by_sequence(chain_p.map(_of_batches, list(chain_q.batches())))
     return divergences.to(torch.promote_types(chain_p.dtype, chain_q.dtype))
 
 
-def _of_batches(p: Batch, q: Batch) -> Tensor:
+def _of_batches(p: Operands, q: Operands) -> Tensor:
     return divergence(p.dense[:3], q.dense[:3], p.lengths, p.log_params)
-
-
-def _check_alike(x: Tensor, other: Tensor) -> None:
-    if x.shape != other.shape or x.device != other.device:
-        raise ValueError(
-            f"q: expected x {list(x.shape)} on {x.device} as in p, got {list(other.shape)} on {other.device}"
-        )
