@@ -17,7 +17,7 @@ def kl_divergence(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""The divergence `sum_z p(z) log(p(z) / q(z))` of the posteriors of two chains over all state paths `z`.
+    r"""Returns the divergence `sum_z p(z) log(p(z) / q(z))` of the posteriors of two chains over all state paths `z`.
 
     It equals `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` their sum.
 
@@ -26,9 +26,8 @@ def kl_divergence(
 
     Returns:
         `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32. It is +inf where
-        `q` forbids what is possible under `p`, however improbable, and 0 where no path is possible under
-        `p`. It can be differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the
-        gradient is 0.
+        `q` forbids what is possible under `p`, however improbable, and 0 where no path is possible under `p`. It can be
+        differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the gradient is 0.
 
     Arithmetic has the dtype of the chains, sums over steps are float64. The error is about twice that of `entropy`, and
     grows with how far the log-weights of paths differ. A divergence of float64 operands keeps its digits however large

@@ -33,7 +33,7 @@ def marginals(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Marginals:
-    r"""The posterior marginals `P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` of state paths `z`.
+    r"""Returns the posterior marginals `P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` of state paths `z`.
 
     These are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 

@@ -7,7 +7,7 @@ from .autograd.products import log_prefixes
 
 
 def prefix_products(stack: Tensor) -> Tensor:
-    r"""The prefix products `log(exp(M_1) ... exp(M_i))`, i from 1 to s, of a stack of matrices of logarithms.
+    r"""Returns the prefix products `log(exp(M_1) ... exp(M_i))`, i from 1 to s, of a stack of matrices of logarithms.
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.

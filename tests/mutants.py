@@ -270,7 +270,7 @@ MUTANTS = [
            "wide = self.transition.map(lambda parameter: parameter.to(self.dtype))", "wide = self.transition",
            SEGMENTS + "half_precision"),
     Mutant("gradients of a path are rounded to half precision", "logchain/log_prob.py",
-           "one.to(operands.dtype) if one.numel() <= operands.x.numel() else one", "one",
+           "t.to(operands.dtype) if t.numel() <= operands.x.numel() else t", "t",
            "tests/test_corners.py -k half_precision_are_rounded_once"),
     Mutant("a family without a maximum becomes NaN", "logchain/nn/lbfgs.py",
            "        if not loss.isfinite():", "        if False:",
