@@ -45,6 +45,12 @@ class Operands(Structured):
         return isinstance(self.transition, Dense)
 
     @property
+    def is_blocks(self) -> bool:
+        """Whether matrices are blocks along the diagonal."""
+        pattern = self.transition.pattern
+        return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
+
+    @property
     def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
         """The arguments of operators, with matrices in place of a dense transition."""
         return self.x, self.transition.parameters[0], self.p0, self.lengths, self.log_params
@@ -115,8 +121,8 @@ class Operands(Structured):
             return False
         if not self.has_matrices or self.transition.states < _STATES:
             return False
-        each = cost.of_arc if isinstance(self.transition.pattern, Arcs) else cost.of_band
-        if each * self.transition.multiply_adds < self.transition.states**2:
+        unit = cost.of_arc if isinstance(self.transition.pattern, Arcs) else cost.of_band
+        if unit * self.transition.multiply_adds < self.transition.states**2:
             return False
         return self.matrices_fit(self.x.numel() // _READS)
 
@@ -224,14 +230,14 @@ def _with_axes(tensor: Tensor, axes: int) -> Tensor:
 
 def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | None]) -> list[Weights]:
     """The parameters by the names of arguments, of which the steps `reads` [*lead], or all, are read."""
-    names = [name] if isinstance(transition, Dense) else [f"{name}.{each}" for each in transition.names]
+    names = [name] if isinstance(transition, Dense) else [f"{name}.{parameter}" for parameter in transition.names]
     weights = []
-    for each, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
+    for argument, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
         if used is not None:
             every = torch.ones((), dtype=torch.bool, device=used.device) if read is None else read
             read = every[(..., *(None,) * used.dim())] & used
             read = read[(None,) * (parameter.dim() - read.dim())]
-        weights.append(Weights(each, parameter, read))
+        weights.append(Weights(argument, parameter, read))
     return weights
 
 
@@ -243,11 +249,6 @@ def check_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable
     below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]
     if any(below):
         check_weights(*compress(weights(), (*shared, True)))
-
-
-def is_blocks(pattern: object) -> bool:
-    """Whether matrices are blocks along the diagonal."""
-    return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
 
 
 def as_dense(operands: Operands) -> Operands:
