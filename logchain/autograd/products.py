@@ -1,12 +1,13 @@
 """Products of a stack of matrices in log space, as operators of torch.
 
-Only the stack is saved for the backward pass: it recomputes the partial products of the tree, and goes down the tree
-with their gradients in the memory of the result. A second derivative is torch's, through products by `autograd.matmul`
-in the same order.
+Only the stack is saved for the backward pass, which computes the partial products of the tree again, and their
+gradients down the tree in the memory of the result. A second derivative is torch's, through products by
+`autograd.matmul` in the same order.
 """
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,10 +21,7 @@ from .operator import Saving, operator
 
 
 def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
-    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites in eager mode.
-
-    Arguments have been checked.
-    """
+    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites in eager mode."""
     if inplace and is_plain((stack,)) and not stack.is_meta:
         with kernels.arithmetic_on(stack):
             return _forward(stack, False, inplace=True)
@@ -115,11 +113,8 @@ def _composed_product(nodes: Tensor) -> Tensor:
 
 def _composed_prefixes(stack: Tensor) -> Tensor:
     """The prefixes of stacks, both (g, s, c, c), one matrix after the other."""
-    first, *others = _no_gradient_at_zero(stack).unbind(1)
-    prefixes = [first]
-    for matrix in others:
-        prefixes.append(log_matmul(prefixes[-1], matrix))
-    return torch.stack(prefixes, 1)
+    prefixes = accumulate(_no_gradient_at_zero(stack).unbind(1), log_matmul)
+    return torch.stack(list(prefixes), 1)
 
 
 def _no_gradient_at_zero(logs: Tensor) -> Tensor:
