@@ -163,9 +163,9 @@ class Chain:
         rows = rows.to(x.device)
         alone = len(members) == 1  # views
         parameters = []
-        for i, (parameter, own) in enumerate(zip(transition.parameters, transition.own_axes, strict=True)):
+        for i, (parameter, sizes) in enumerate(zip(transition.parameters, transition.own_sizes, strict=True)):
             if not self._by_row(i):
-                parameters.append(parameter.reshape(1, 1, *parameter.shape[parameter.dim() - own :]))
+                parameters.append(parameter.reshape(1, 1, *sizes))
             else:
                 parameters.append(parameter[start + 1 : end][None] if alone else parameter[rows[:, 1:]])
         start_weights = p0[None] if p0.dim() == 1 else p0[members.to(p0.device)]
@@ -259,7 +259,7 @@ def _packed_operands(x: Tensor, transition: Transition, p0: Tensor, log_params: 
     if p0.shape not in ((c,), (n, c)):
         raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
     shared = []
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+    for parameter, own in zip(transition.parameters, transition.own, strict=True):
         check_tensor("bulk", parameter, own, like=x)
         lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
         expected = torch.Size([c, c]) if dense else sizes

@@ -26,7 +26,7 @@ from .kernels.chain import Chain
 from .kernels.numbers import log_weights
 from .kernels.structured import POSTERIORS, Arcs, Cost, Durations, Factors, Structured
 from .kernels.weights import Weights, check_weights, has_negative
-from .tensors import is_plain, with_steps
+from .tensors import is_plain, with_axes, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 
@@ -170,7 +170,7 @@ def check_chain(
     each.
     """
     transition, like = transition_of(bulk), None if in_pieces else x
-    columns = list(zip(transition.parameters, transition.own_axes, strict=True))
+    columns = list(zip(transition.parameters, transition.own, strict=True))
     check_tensor("x", x, 2)
     for parameter, own in columns:
         check_tensor("bulk", parameter, own, like=like)
@@ -210,22 +210,15 @@ def check_operands(
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
     if structure and is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
         raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
-    transition, lead = check_chain(x, bulk, p0, in_pieces=in_pieces), x.dim() - 2
+    transition = check_chain(x, bulk, p0, in_pieces=in_pieces)
     check_flag("log_params", log_params)
     ends = None if lengths is None else as_lengths(lengths, x, p0.device)
     # those of dense chains are checked by operators, since values cannot be read where torch traces or maps a call
     if structure and ends is not None:
         check_lengths(ends, x.shape[-2])
     if structure or not is_plain((x, p0, *transition.parameters)):  # as rules for vmap and structures need them
-        pairs = zip(transition.parameters, transition.own_axes, strict=True)
-        transition = transition.with_parameters(*(_with_axes(one, lead + 1 + own) for one, own in pairs))
-        p0 = _with_axes(p0, lead + 1)
+        transition, p0 = transition.with_lead(x.dim() - 1), with_axes(p0, x.dim() - 1)
     return Operands(x, transition, p0, ends, log_params)
-
-
-def _with_axes(tensor: Tensor, axes: int) -> Tensor:
-    """The tensor with so many axes, those that are missing of size 1."""
-    return tensor if tensor.dim() == axes else tensor[(None,) * (axes - tensor.dim())]
 
 
 def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | None]) -> list[Weights]:

@@ -20,6 +20,11 @@ def with_steps(bulk: _Bulk) -> _Bulk:
     return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
 
 
+def with_axes(tensor: Tensor, axes: int) -> Tensor:
+    """The tensor with so many axes, those that are missing of size 1."""
+    return tensor if tensor.dim() == axes else tensor[(None,) * (axes - tensor.dim())]
+
+
 def empty_gradients(operands: Sequence[Tensor], needs: Iterable[bool] = repeat(True)) -> Any:
     """A tuple of uninitialized tensors for the gradients of operands, empty for those that are not needed."""
     pairs = zip(operands, needs, strict=False)

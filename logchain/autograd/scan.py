@@ -16,6 +16,7 @@ from torch import Tensor
 from ..internals import autograd_in_operators
 from ..kernels.chain import Layout
 from ..kernels.numbers import log_weights, probabilities, shifted, two_sum
+from ..tensors import with_axes
 from ..transitions.semiring import LOG, Semiring
 from ..transitions.transition import Transition
 
@@ -57,16 +58,13 @@ class Steps:
     ) -> None:
         self.entered = int(entered)
         self.batch, self.v, self.device = x.shape[:-2], x.shape[-2], x.device
-        self.parameters = [
-            parameter[(None,) * (len(self.batch) + 1 + own - parameter.dim())]
-            for parameter, own in zip(transition.parameters, transition.own_axes, strict=True)
-        ]
+        self.parameters = transition.with_lead(x.dim() - 1).parameters
         self.layout = Layout.of_parameters(self.batch, self.parameters)
         self.shape = *self.layout.grid, x.shape[-1]
         self.ends = None if lengths is None else self.layout.grouped(lengths)[..., None]
         self.fresh = None if fresh is None else self.layout.grouped(fresh)[..., None]
         self._transition, self._log = transition, log_params
-        self._p0 = self.layout.grouped(p0[(None,) * (len(self.batch) + 1 - p0.dim())])
+        self._p0 = self.layout.grouped(with_axes(p0, x.dim() - 1))
         # all steps at once: a gradient through a look-up of each takes time quadratic in v
         self._x = self.layout.grouped(x).unbind(2)
         self._by_step = [self.layout.parameter(parameter).unbind() for parameter in self.parameters]

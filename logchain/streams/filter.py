@@ -143,7 +143,7 @@ def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> t
         return torch.cat([old, new], axis)
 
     if piece.name == "bulk_piece":
-        transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
+        transition = piece.transition.map(lambda a: a.expand(*a.shape[:axis], k, *a.shape[axis + 1 :]))
     window = Window(piece.x, messages, piece.linked(), transition)
     if before is not None:
         if before.transition is not None and transition is not None:
@@ -151,7 +151,7 @@ def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> t
         window = mapped(joined, before, window)
     ready = max(0, window.x.shape[axis] - lag)
     # copied so that the memory of those before is free
-    rest = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
+    rest = mapped(lambda a: a.narrow(axis, ready, a.shape[axis] - ready).clone(), window)
     return smoothed(window, piece.transition, ready, lag), rest
 
 
@@ -177,12 +177,8 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 def _check_alike(old: Transition, new: Transition) -> None:
     """Raise for structures that differ in more than leading axes and values of parameters, which are concatenated."""
-    was, now = (tree_leaves([type(one), one.pattern or vars(one.with_parameters()), _sizes(one)]) for one in (old, new))
+    was, now = (tree_leaves([type(a), a.pattern or vars(a.with_parameters()), a.own_sizes]) for a in (old, new))
     pairs = zip(was, now, strict=False)
     if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
         raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
-
-
-def _sizes(one: Transition) -> list[torch.Size]:
-    return [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]

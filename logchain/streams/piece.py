@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ class Piece:
         """The transition; where it is that of the piece, with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
-        columns = zip(self.used(), self.transition.parameters, self.transition.own_axes, strict=True)
+        columns = zip(self.used(), self.transition.parameters, self.transition.own, strict=True)
         weights = [torch.where(used[(..., *(None,) * own)], weights, 0.0) for used, weights, own in columns]
         return self.transition.with_parameters(*weights)
 
@@ -220,7 +221,7 @@ def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool)
         raise ValueError(f"{name}: expected {c} states, got {transition} of {transition.states}")
     if viterbi:
         check_products(transition, name)
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+    for parameter, own in zip(transition.parameters, transition.own, strict=True):
         check_tensor(name, parameter, own, like=like)
         lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
         if sizes != (matrix or sizes) or lead[-1:] not in ((), (1,), (k,)):
@@ -251,9 +252,9 @@ def checked_transition(
         raise ValueError(f"bulk_piece: expected {expected} bulk for all pieces")
     name = "bulk" if bulk_piece is None else "bulk_piece"
     transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
-    parameters = zip((name,) * len(transition.parameters), transition.parameters, transition.own_axes, strict=True)
-    for argument, value, own in (("p0", p0, 0), *parameters):
-        lead = value.shape[: max(0, value.dim() - own - 1)]
+    parameters = zip(repeat(name), transition.parameters, transition.leads, strict=False)
+    for argument, value, lead in (("p0", p0, p0.shape), *parameters):
+        lead = lead[:-1]
         pairs = zip(lead[::-1], batch[::-1], strict=False)
         if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
             expected = f"leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}"
@@ -263,9 +264,7 @@ def checked_transition(
 
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
     """The transition with float64 logarithms of parameters, which have so many leading axes."""
-    columns = zip(transition.parameters, transition.own_axes, strict=True)
-    logs = [log_weights(one, log_params, torch.float64)[(None,) * (lead + own - one.dim())] for one, own in columns]
-    return transition.with_parameters(*logs)
+    return transition.with_lead(lead).map(lambda weights: log_weights(weights, log_params, torch.float64))
 
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:

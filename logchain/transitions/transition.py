@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
+from ..tensors import with_axes
 from .semiring import BEST, LINEAR, LOG, Semiring
 
 if TYPE_CHECKING:
@@ -138,16 +139,21 @@ class Transition(ABC):
         return self.apply(unit.fill_diagonal_(semiring.one).expand(*self.lead, -1, -1), semiring)
 
     def with_parameters(self, *parameters: Tensor) -> "Self":
-        """The same structure with other parameters, as many and with the same own axes; leading axes may be others."""
+        """The same structure with other parameters, as many and with the same own axes; leading axes may differ."""
         other: Self = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.parameters = parameters
         return other
 
+    def with_lead(self, axes: int) -> "Self":
+        """The same structure with so many leading axes, of size 1 where a parameter has fewer."""
+        pairs = zip(self.parameters, self.own, strict=True)
+        return self.with_parameters(*(with_axes(parameter, axes + own) for parameter, own in pairs))
+
     def between(self, start: int, stop: int) -> "Self":
         """The same structure at the steps from `start` to before `stop`; parameters that serve all steps stay."""
         pairs, size = zip(self.parameters, self.leads, strict=True), stop - start
-        parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
+        parts = [a if lead[-1:] in ((), (1,)) else a.narrow(len(lead) - 1, start, size) for a, lead in pairs]
         return self.with_parameters(*parts)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Self":
@@ -180,13 +186,14 @@ class Transition(ABC):
     @property
     def leads(self) -> list[torch.Size]:
         """The leading axes of each parameter: batch and steps."""
-        axes = zip(self.parameters, self.own_axes, strict=True)
-        return [parameter.shape[: parameter.dim() - own] for parameter, own in axes]
+        pairs = zip(self.parameters, self.own, strict=True)
+        return [parameter.shape[: parameter.dim() - own] for parameter, own in pairs]
 
     @property
-    def own_axes(self) -> tuple[int, ...]:
-        """The number of own axes of each parameter."""
-        return self.own
+    def own_sizes(self) -> list[torch.Size]:
+        """The sizes of the own axes of each parameter."""
+        pairs = zip(self.parameters, self.own, strict=True)
+        return [parameter.shape[parameter.dim() - own :] for parameter, own in pairs]
 
     @property
     def names(self) -> list[str]:
@@ -223,7 +230,7 @@ class Transposed(Transition):
 
     def __init__(self, of: Transition) -> None:
         super().__init__(*of.parameters)
-        self._of, self.states, self.own = of, of.states, of.own_axes
+        self._of, self.states, self.own = of, of.states, of.own
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
