@@ -12,7 +12,6 @@ from .arguments import (
     Lengths,
     as_lengths,
     batch_sizes,
-    check_flag,
     check_lengths,
     check_sizes,
     check_tensor,
@@ -211,7 +210,6 @@ def check_operands(
     if structure and is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
         raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
     transition = check_chain(x, bulk, p0, in_pieces=in_pieces)
-    check_flag("log_params", log_params)
     ends = None if lengths is None else as_lengths(lengths, x, p0.device)
     # those of dense chains are checked by operators, since values cannot be read where torch traces or maps a call
     if structure and ends is not None:
