@@ -21,7 +21,7 @@ class Plan(NamedTuple):
         schedule: "sequential", "segments" or "tree".
         segments: the number of segments that are computed side by side, otherwise 1.
         bytes: an estimate of the peak memory beyond operands, result and gradients.
-        checkpoint_every: the number of steps between kept messages under a `memory_budget`; None if all are kept.
+        checkpoint_every: the number of steps between stored messages under a `memory_budget`; None if all are stored.
         reason: why this schedule was chosen.
     """
 
@@ -33,8 +33,8 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         cut = f", {self.segments} segments" if self.segments > 1 else ""
-        kept = "" if self.checkpoint_every is None else f", a message is kept every {self.checkpoint_every} steps"
-        return f"{self.schedule}{cut}: {self.reason}\nabout {self.bytes:,} bytes{kept}"
+        stored = "" if self.checkpoint_every is None else f", a message is kept every {self.checkpoint_every} steps"
+        return f"{self.schedule}{cut}: {self.reason}\nabout {self.bytes:,} bytes{stored}"
 
 
 def plan(
@@ -49,7 +49,7 @@ def plan(
     `bulk` may be a structure of `logchain.transitions`. Options are as in `product`; values of `lengths` do not matter.
     Of packed sequences pass one of the batches of similar lengths in which they are computed, without `cu_seqlens`.
     `gradients`: whether a backward pass follows; by default, whether a tensor requires gradients. `dtype` and `device`
-    of operands given as shapes are by default float32, and that of the tensors or the CPU; it need not exist here.
+    of shapes are by default float32, and that of the tensors or the CPU; it need not exist here.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; sizes do not go together; the `memory_budget` is too

@@ -42,9 +42,9 @@ def is_plain(args: tuple[Any, ...]) -> bool:
 
 
 def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | None:
-    """Which steps [*B or ones, s] of transitions that lead into variables are read; None: all.
+    """Which steps [*B or ones, s] of transitions are read; None: all.
 
-    The last of them leads into the last of v variables, or the only one into all but the first.
+    The last of several steps leads into the last of v variables; a single one serves all but the first variable.
     """
     *batch, s = lead
     if lengths is None and v > 1:
