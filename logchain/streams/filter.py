@@ -1,6 +1,6 @@
-"""The posteriors of a piece, filtered and smoothed with a lag, and the forward message that it leaves to the next one.
+"""The posteriors of a piece, filtered and smoothed with a lag, and the forward message after it.
 
-Dense matrices without gradients are computed by the kernels of chains, others by the differentiable scan.
+Dense matrices without gradients are computed by the kernels of chains, other pieces by the differentiable scan.
 """
 
 from functools import partial
@@ -26,15 +26,16 @@ from .piece import Piece, Window, after_each, mapped, scaled, selected
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
 
-# the message that leaves a piece; posteriors and messages of its variables, None for what is not wanted
+# the message after a piece; posteriors and messages of its variables, None for what is not wanted
 Results = tuple[Message, Tensor | None, Tensor | None]
 
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
 def filtered(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
-    """The message with sum 1 that leaves a piece, with posteriors if there is a `dtype`, and messages if wanted.
+    """The message with sum 1 after a piece, posteriors [*B, k, c] if there is a `dtype`, and messages if wanted.
 
-    Posteriors are 0, and messages [*B, k, c], logarithms up to a constant, -inf where a sequence has no variable.
+    Messages [*B, k, c] are logarithms up to a constant. Where a sequence has no variable, posteriors are 0 and messages
+    -inf.
     """
     x = piece.x
     if not piece.log_params:
@@ -68,10 +69,10 @@ def _joined(*parts: Results) -> Results:
 
 
 def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Results:
-    """The same for a piece in logarithms, step by step.
+    """The results for a piece in logarithms, step by step.
 
     The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
-    cancel, but for their rounding errors. `log_norm` has the gradient of the message.
+    cancel, up to rounding errors. `log_norm` has the gradient of the message.
     """
     fresh = None if piece.going else piece.fresh
     steps = Steps(piece.x, piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
@@ -90,7 +91,7 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Resu
 
 
 def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
-    """The same for a dense piece, which the message enters unless all sequences start."""
+    """The results for a dense piece, which the message enters unless all sequences start."""
     x, bulk, k = piece.x, piece.bulk, piece.x.shape[-2]
     if _in_place(piece):
         leaving, posteriors, messages = stretch.forward(piece, entering, dtype is not None, with_messages)
@@ -114,7 +115,7 @@ def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with
 
 
 def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
-    """The same as `stretch.forward`, by the kernels of any device; both posteriors and messages, if `wanted`."""
+    """The results of `stretch.forward` by the kernels of any device; posteriors and messages if `wanted`."""
     x, bulk = piece.x, piece.bulk
     chain = Chain.of(x, bulk, piece.p0, piece.counts, piece.log_params, stretch=True)
     layout = chain.layout
@@ -133,7 +134,7 @@ def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
 
 
 def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
-    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece in logarithms, and the rest."""
+    """The posteriors [*B, m, c] of variables that `lag` more follow after a piece in logarithms, and the window."""
     axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
@@ -156,9 +157,9 @@ def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> t
 
 
 def smoothed(window: Window, transition: Transition | None, ready: int, lag: int) -> Tensor:
-    """The posteriors [*B, ready, c] of the first states, given up to `lag` more variables; 0 for no variable.
+    """The posteriors [*B, ready, c] of the first states, conditional on up to `lag` more variables; 0 for no variable.
 
-    Their backward messages pass `lag` steps at once. `transition` is that of the stream, not read where it has none.
+    Backward messages of all of them pass `lag` steps at once. `transition` is that of the stream, if it has one.
     """
     n, transition = window.x.shape[-2], window.transition or transition
     assert transition is not None
@@ -176,7 +177,7 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 
 def _check_alike(old: Transition, new: Transition) -> None:
-    """Raise for structures that differ in more than leading axes and values of parameters, which are concatenated."""
+    """Raise for structures that cannot be concatenated: all but leading axes and values of parameters must be equal."""
     was, now = (tree_leaves([type(a), a.pattern or vars(a.with_parameters()), a.own_sizes]) for a in (old, new))
     pairs = zip(was, now, strict=False)
     if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):

@@ -24,9 +24,9 @@ from ..transitions.dense import Dense
 class Piece:
     """k variables of a chain that a message enters; leading axes of transition and p0 may be missing.
 
-    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `counts`: the number of
-    variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: none is.
-    `starting`: all are known to be, and to have a variable.
+    `name`: the argument that is the transition, the stream's "bulk" or the piece's "bulk_piece". `counts`: the number
+    of variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: no
+    sequence is fresh. `starting`: all are known to be fresh, and to have a variable.
     """
 
     x: Tensor  # [*B, k, c]
@@ -71,7 +71,7 @@ class Piece:
         return [linked.sum_to_size(lead).bool() for lead in self.transition.leads]
 
     def masked(self) -> Transition:
-        """The transition; where it is that of the piece, with 0 in steps that no sequence uses, which may be NaN."""
+        """The transition; that of a piece with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
         columns = zip(self.used(), self.transition.parameters, self.transition.own, strict=True)
@@ -100,7 +100,7 @@ class Piece:
 
 
 class Window(NamedTuple):
-    """The last n variables, which fewer than `lag` follow, with forward `messages`, -inf for what is no variable.
+    """The last n variables, which fewer than `lag` follow, with forward `messages`, -inf where there is no variable.
 
     `linked`: which have a variable before them. `transition` leads into each; None where the stream has one for all.
     """
@@ -115,7 +115,7 @@ class Survivors(NamedTuple):
     """The best path to each last state, its log-weight, and which variables are a sequence's first."""
 
     message: Tensor  # [*B, c], the largest 0
-    paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
+    paths: Tensor  # int32 [*B, n, c], -1 where a sequence has no variable
     starts: Tensor  # [*B, n]
 
     def best(self) -> Tensor:
@@ -134,10 +134,10 @@ _PARTS = {"message": Message, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """What the next piece depends on; `window` and `survivors` are None where no lag and no best path need them.
+    """The state of a stream between pieces; `window` is None without a lag, `survivors` without best paths.
 
     `message` [*B, c] has sum 1; it is -inf before the first variable, and if impossible. `fresh` [*B]: no variable yet.
-    `over` [*B]: ended. `running`: all are known to go on, without looking at values. `double`: an operand was float64.
+    `over` [*B]: ended. `running`: all are known to go on, without a look at values. `double`: an operand was float64.
     """
 
     message: Message
@@ -194,7 +194,7 @@ class State(NamedTuple):
         return detached
 
     def plain(self) -> dict[str, Any]:
-        """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
+        """A copy as dictionaries of tensors, bools and None, and of the window's structure if there is one."""
         fields: dict[str, Any] = mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
         fields |= {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
         if self.window is not None and isinstance(self.window.transition, Dense):
@@ -203,7 +203,7 @@ class State(NamedTuple):
 
     @classmethod
     def of_plain(cls, fields: dict[str, Any]) -> "State":
-        """The state that `plain` has made dictionaries of."""
+        """The state from the result of `plain`."""
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
         if "window" in parts and isinstance(parts["window"].transition, Tensor):
             parts["window"] = parts["window"]._replace(transition=Dense(parts["window"].transition))
@@ -234,7 +234,7 @@ def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool)
 def checked_transition(
     x: Tensor, bulk_piece: Tensor | Transition | None, bulk: Transition | None, p0: Tensor, before: Any, viterbi: bool
 ) -> tuple[str, Transition]:
-    """The transition of a piece, and its name; raises for a piece that does not follow those of a batch `before`."""
+    """The transition of a piece, and its name, after checks; `before` is the batch of earlier pieces, if any."""
     if not torch.compiler.is_compiling():
         if is_mapped():
             raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
@@ -297,11 +297,11 @@ def selected(mask: Tensor, message: Message, other: Message) -> Message:
 
 
 def mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
-    """A value with `function(*tensors)` of each tensor in it and in others, also in tuples and parameters."""
+    """The value with `function(*tensors)` for each of its tensors and those in its place in `others`."""
     if isinstance(value, Tensor):
         return function(value, *others)
     if isinstance(value, Transition):
-        columns = zip(value.parameters, *(other.parameters for other in others), strict=True)
+        columns = zip(*(structure.parameters for structure in (value, *others)), strict=True)
         return value.with_parameters(*(function(*column) for column in columns))
     if isinstance(value, tuple):
         return type(value)(*(mapped(function, *column) for column in zip(value, *others, strict=True)))
