@@ -1,4 +1,4 @@
-"""The operands of a batch of chains of any transition, their conversion to arguments of kernels, and their checks."""
+"""The operands of a batch of chains: their checks, and their conversion to arguments of kernels."""
 
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -74,7 +74,7 @@ class Operands(Structured):
         return Chain.of(*self.dense, starts, by_log=by_log)
 
     def with_checked_lengths(self) -> "Operands":
-        """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
+        """The operands for torch's operations, which do not check lengths, also where torch traces or maps these."""
         if self.lengths is None:
             return self
         return self._replace(lengths=checked(self.lengths, self.x.shape[-2], "lengths"))
@@ -110,7 +110,7 @@ class Operands(Structured):
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
     def cheapest(self, cost: Cost = POSTERIORS) -> "Operands":
-        """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
+        """The operands, with dense matrices in place of a structure that takes longer on a CPU than they do."""
         return self.with_matrices() if self.takes_longer(cost) else self
 
     def takes_longer(self, cost: Cost) -> bool:
@@ -233,7 +233,7 @@ def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | No
 
 
 def check_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
-    """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
+    """Raise on a CPU for a weight below 0 in p0, or in parameters that serve all steps."""
     if not kernels.in_c(p0) or not is_plain((x, p0, *transition.parameters)):
         return
     shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]

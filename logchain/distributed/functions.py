@@ -45,10 +45,10 @@ def product(
         gradient of one matrix for every step and of p0.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on a rank, which the message names, or differs between ranks. Values
-            of x, `bulk` and p0 are not compared.
-        RuntimeError: there is no group, or a rank did not answer within the timeout of the group; the others wait that
-            long too if one raises an error before it calls this function.
+        TypeError, ValueError: an argument is invalid on a rank, which the message names, or differs between ranks.
+            Values of x, `bulk` and p0 are not compared.
+        RuntimeError: there is no group, or a rank did not answer within the timeout of the group: if a rank raises an
+            error before it calls this function, the others wait that long.
 
     Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
     does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
@@ -186,7 +186,7 @@ def log_prob(
     x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, *, group: Any = None, log_params: bool = False,
     lengths: Lengths | None = None, one_matrix: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the log posterior `[*S, *B]` in nats of given paths, as `logchain.log_prob` defines it.
+    """Returns the log posterior `[*S, *B]` in nats of paths, as `logchain.log_prob` defines it.
 
     `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
     and the cost are as of `distributed.product`.

@@ -25,7 +25,7 @@ Strategy = Literal["auto", "sequential", "segments", "tree"]
 _NUMBERED = re.compile(r"segments:(?:[2-9]|[1-9][0-9]{1,5})(?::[1-9][0-9]{0,8})?")
 # names of former strategies, and what they mean now
 _FORMER = {"chunked": "segments", "overlapped": "segments", "meeting": "auto"}
-# the work of a sequence from which segments pay, in multiply-adds, and those that a state takes per step besides c; a
+# the multiply-adds of a sequence from which segments pay, and those that a state takes per step in addition to c; a
 # quarter of that pays with a matrix per step, each of which is read from memory
 _WORTH, _PER_STATE = 9 * 2**23, 32
 # states from which segments that share a matrix pay without idle threads, and such segments for each thread

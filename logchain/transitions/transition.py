@@ -226,7 +226,7 @@ class Transition(ABC):
 
 
 class Transposed(Transition):
-    """The transposed matrices of a structure without a method for them."""
+    """The transposed matrices of a structure, by its dense ones."""
 
     def __init__(self, of: Transition) -> None:
         super().__init__(*of.parameters)
@@ -243,10 +243,10 @@ class Transposed(Transition):
 
 
 def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The index that each number in [0, 1) draws from weights `[..., k]`, as logarithms, and a new number.
+    """The index that each number in [0, 1) draws from the logarithms of weights `[..., k]`, and a new uniform number.
 
-    The index is the first whose cumulative weight exceeds `uniform` times the total; none has weight 0. Where the
-    number lies within that weight's share is uniform again.
+    The index is the first whose cumulative weight exceeds `uniform` times the total, and has no weight of 0. The new
+    number is the place of the old one within that weight's share.
     """
     top = logs.amax(-1, keepdim=True)
     weights = (logs - top.masked_fill(top == -math.inf, 0.0)).double().exp()
@@ -259,7 +259,7 @@ def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_entries(values: Tensor, places: Tensor, states: int, zero: float) -> Tensor:
-    """Matrices `[*lead, c, c]` of values `[*lead, k]` at places int64 `[k]` of flat ones, and weight zero elsewhere.
+    """Matrices `[*lead, c, c]` of values `[*lead, k]` at flat places int64 `[k]`, and weight zero elsewhere.
 
     Values at place c^2 are left out.
     """
