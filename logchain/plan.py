@@ -65,8 +65,7 @@ def plan(
     """
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens: expected None; pass the shapes of a batch of similar lengths")
-    excluded, saved = {"a structure as bulk": isinstance(bulk, Transition)}, None
-    name = choose.check_options(strategy, memory_budget, excluded)
+    name = choose.check_options(strategy, memory_budget, {"a structure as bulk": isinstance(bulk, Transition)})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
@@ -77,6 +76,7 @@ def plan(
         x, bulk, p0 = (_on_meta(*named, dtype, gradients) for named in ((x, "x"), (bulk, "bulk"), (p0, "p0")))
     assert isinstance(x, Tensor) and not isinstance(bulk, Sequence) and isinstance(p0, Tensor)
     Chain.of(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
+    saved = ""
     if isinstance(bulk, Transition):
         saved = f"{bulk.multiply_adds} multiply-adds per step in place of {x.shape[-1] ** 2}"
         # a matrix with the dtype and the gradients of the parameters

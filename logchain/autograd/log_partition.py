@@ -80,8 +80,9 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of p0 and
     parameters, of the dtype of the arithmetic, and differentiable once.
     """
-    direct = not (any(needs[2:]) and operands.takes_longer(POSTERIORS))
-    operands = operands.cheapest() if direct else operands
+    # matrices in place of a structure take gradients of parameters by autograd
+    by_matrices = any(needs[2:]) and operands.takes_longer(POSTERIORS)
+    operands = operands if by_matrices else operands.cheapest()
     operands = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
     again = differentiated(*operands.tensors)
     if operands.is_dense and not operands.packed:
@@ -94,8 +95,7 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
             weight, *dense[:4], *saved, log_params, True, *by_operand, *schedule
         )
         return saved.log_norm, (states, starts, counts)
-    direct &= operands.x.numel() > 0 and not operands.is_blocks
-    if direct and not again:
+    if not (again or by_matrices or operands.x.numel() == 0 or operands.is_blocks):
         residuals = forward(operands, True)
         weight = torch.ones_like(residuals[0]) if weight is None else weight
         return residuals[0], backward(operands, residuals, weight, needs, by_log=True)

@@ -1,4 +1,4 @@
-"""The functions of a chain whose variables are divided among ranks, each of which calls them with its own part."""
+"""The functions of a chain whose variables are divided among ranks, each of which calls them with its part."""
 
 from collections.abc import Sequence
 from dataclasses import replace

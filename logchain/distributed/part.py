@@ -4,7 +4,7 @@
     backward    b_{r-1} = M_r b_r
 
 All ranks scan at once, from a guess: the neighbor scans a few of its steps from a uniform message and sends the result.
-A rank scans again if the true message, for which it would have waited, differs by more than rounding (Hilbert metric).
+A rank scans again if the neighbor's message, once it arrives, differs by more than rounding (Hilbert's metric).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,15 @@
 """The log-partition of few long chains by segments of equal length that are computed side by side, after a short head.
 
-On a CPU, a uniform message after the last steps of a segment enters the next. Hilbert's metric
+On a CPU, a guess enters each segment but the first: a uniform message after the last steps of the segment before, the
+warm-up. Hilbert's metric
 
     d(a, e) = max log a/e - min log a/e       max and min over states; infinite where only one of a and e is 0
 
 is 0 for messages that differ by a factor alone, and no non-negative matrix makes it larger. If it is at most rounding
 between the message that leaves each segment and the one that entered the next, all messages are those of the chain, and
 log Z is the sum of the segments' scales. Segments where it is more are computed again from the message that arrives.
-Backward messages are warmed up and verified likewise. The documentation, "When a chain forgets", has the proof.
+Backward messages are warmed up and verified likewise. Source: G. Birkhoff, "Extensions of Jentzsch's theorem", Trans.
+AMS 85 (1957).
 
 On a GPU, where nothing is read on the host, each segment is scanned from each of its states, which gives its product.
 These products are a short chain, whose forward messages enter the segments and whose backward messages follow them.
