@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_float_dtype, check_integer, check_tensor, checked_lengths
-from .autograd.scan import Message
+from .autograd.scan import ScaledMessage
 from .kernels.numbers import probabilities
 from .rescues import report_chains
 from .streams.filter import filtered, passed, smoothed
@@ -191,7 +191,7 @@ class Stream:
         stretch, log_norm = plain[0], torch.empty_like(plain[1])
         leaving, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
         report_chains(recomputed)
-        self._state = state._replace(message=Message(*leaving))
+        self._state = state._replace(message=ScaledMessage(*leaving))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:

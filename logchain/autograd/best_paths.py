@@ -23,7 +23,7 @@ from ..tensors import differentiated, is_plain
 from ..transitions import Transition
 from .operator import operator
 from .paths import weight_of
-from .scan import Message, Steps, messages, trace_back
+from .scan import ScaledMessage, Steps, messages, trace_back
 
 
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]
     return _best_paths(*detached.dense, k)
 
 
-def best_messages(steps: Steps) -> tuple[list[Message], list[Tensor]]:
+def best_messages(steps: Steps) -> tuple[list[ScaledMessage], list[Tensor]]:
     """The max-plus messages, and from step 1 on the predecessor (g, m, c) of each state on the best path into it.
 
     Ties go to the lowest state.

@@ -12,7 +12,7 @@ from ..kernels.numbers import log_weights
 from ..kernels.structured import Gradients
 from ..operands import Operands
 from ..transitions import LINEAR, LOG
-from .scan import Message, forward_messages
+from .scan import ScaledMessage, forward_messages
 
 
 def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
@@ -28,7 +28,7 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
     pairs = zip(operands.tensors, shared, strict=True)
     totals = operands.of(*(torch.zeros_like(a, dtype=torch.float64 if is_shared else dtype) for a, is_shared in pairs))
     every = math.isqrt(v) + 1
-    starts, entering = range(0, v, every), list[Message]()
+    starts, entering = range(0, v, every), list[ScaledMessage]()
     for start in starts[:-1]:
         steps = operands.part(start, start + every).steps(entered=start > 0)
         for message in forward_messages(steps, entering[-1] if entering else None):
@@ -44,7 +44,7 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
 
 
 def _add_piece(
-    piece: Operands, into: Operands, weight: Tensor, adjoint: Tensor | None, entering: Message | None
+    piece: Operands, into: Operands, weight: Tensor, adjoint: Tensor | None, entering: ScaledMessage | None
 ) -> Tensor | None:
     """Add the gradients of a piece, by the adjoint of its last message (g, m, c); None: by that of the log-partition.
 

@@ -24,7 +24,7 @@ from ..transitions.transition import Transition
 Apply = Callable[[Transition, Tensor], Tensor]
 
 
-class Message(NamedTuple):
+class ScaledMessage(NamedTuple):
     """A message: logarithms `values` (g, m, c) with the largest 0, plus `scale` and its rounding `error` (g, m, 1)."""
 
     values: Tensor
@@ -104,23 +104,15 @@ class Steps:
             logs.append(log_weights(weights, self._log, torch.float64))
         return self._transition.with_parameters(*logs)
 
-    def by_step(self, values: Sequence[Tensor]) -> Tensor:
-        """Values (g, m, c) of each step as `[*B, v, c]`."""
-        return self.layout.batched(torch.stack(list(values), 2))
 
-    def unused(self) -> Tensor:
-        """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""
-        return torch.stack([parameter.reshape(-1)[:0].sum().double() for parameter in self.parameters]).sum()
-
-
-def first(steps: Steps) -> Message:
+def first(steps: Steps) -> ScaledMessage:
     """The forward message of the first step."""
     weights, scale = shifted(steps.start())
     potential = steps.potential(0)
     # the largest x among possible first states
     _, shift = shifted(potential.masked_fill(weights == -math.inf, -math.inf))
     message, top = shifted(weights + (potential - shift))
-    return Message(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
+    return ScaledMessage(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
 
 
 def trace_back(steps: Steps, state: Tensor, before: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
@@ -133,7 +125,7 @@ def trace_back(steps: Steps, state: Tensor, before: Callable[[int, Tensor], Tens
     return path[::-1]
 
 
-def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Iterator[Message]:
+def messages(steps: Steps, apply: Apply, entering: ScaledMessage | None = None) -> Iterator[ScaledMessage]:
     """The forward message of each step; after a sequence's end, its last."""
     message = entering or first(steps)
     if entering is None:
@@ -150,16 +142,16 @@ def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Ite
         yield message
 
 
-def _next(last: Message, values: Tensor, shift: Tensor, inside: Tensor | None) -> Message:
+def _next(last: ScaledMessage, values: Tensor, shift: Tensor, inside: Tensor | None) -> ScaledMessage:
     """The message of `values` times `exp(shift)` and the scale of the last one, which stays where there is no step."""
     values, top = shifted(values)
     if inside is not None:
         values = torch.where(inside, values, last.values)
         shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
-    return Message(values, *two_sum(*two_sum(last.scale, last.error, shift), top))
+    return ScaledMessage(values, *two_sum(*two_sum(last.scale, last.error, shift), top))
 
 
-def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[Message]:
+def forward_messages(steps: Steps, entering: ScaledMessage | None = None) -> Iterator[ScaledMessage]:
     """The forward messages of log-partitions, see `messages`."""
     return messages(steps, lambda transition, message: transition.apply(message, LOG), entering)
 
@@ -167,7 +159,7 @@ def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[
 def backward_messages(steps: Steps) -> list[Tensor]:
     """The logarithms (g, m, c) of each step's backward message, 0 at and after a sequence's last step."""
     values = torch.zeros(steps.shape, dtype=torch.float64, device=steps.device)
-    message = Message(values, values[..., :1], values[..., :1])
+    message = ScaledMessage(values, values[..., :1], values[..., :1])
     logs = [values]
     for step in reversed(range(1, steps.v)):
         potential, shift = shifted(steps.potential(step))
@@ -212,12 +204,14 @@ def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
     return _sum(steps, last, semiring)
 
 
-def _sum(steps: Steps, last: Message, semiring: Semiring) -> Tensor:
+def _sum(steps: Steps, last: ScaledMessage, semiring: Semiring) -> Tensor:
     """The sum of the last message [*B], NaN for a length out of range; all parameters have a gradient."""
     value = semiring.sum(last.values, -1) + last.error[..., 0] + last.scale[..., 0]
     if steps.ends is not None:
         value = value.masked_fill(steps.unknown(steps.ends)[..., 0], math.nan)
-    return steps.layout.batched(value) + (steps.unused() if value.requires_grad else 0.0)
+    if value.requires_grad:  # parameters without influence have gradients of 0
+        value = value + torch.stack([parameter.reshape(-1)[:0].sum().double() for parameter in steps.parameters]).sum()
+    return steps.layout.batched(value)
 
 
 def second_derivatives(

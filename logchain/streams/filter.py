@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import has_values
-from ..autograd.scan import Message, Steps, forward_messages
+from ..autograd.scan import ScaledMessage, Steps, forward_messages
 from ..internals import between_graphs, tree_leaves
-from ..kernels import message as linear
 from ..kernels.chain import Chain
+from ..kernels.message import Message
 from ..kernels.numbers import probabilities, shifted
 from ..operands import check_signs
 from ..rescues import report_chains
@@ -27,11 +27,11 @@ from .piece import Piece, Window, after_each, mapped, scaled, selected
 _BLOCK = 2**19
 
 # the message after a piece; posteriors and messages of its variables, None for what is not wanted
-Results = tuple[Message, Tensor | None, Tensor | None]
+Results = tuple[ScaledMessage, Tensor | None, Tensor | None]
 
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
-def filtered(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
+def filtered(piece: Piece, entering: ScaledMessage, dtype: torch.dtype | None, with_messages: bool) -> Results:
     """The message with sum 1 after a piece, posteriors [*B, k, c] if there is a `dtype`, and messages if wanted.
 
     Messages [*B, k, c] are logarithms up to a constant. Where a sequence has no variable, posteriors are 0 and messages
@@ -68,7 +68,7 @@ def _joined(*parts: Results) -> Results:
     return leaving, posteriors, messages
 
 
-def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Results:
+def _by_scan(piece: Piece, entering: ScaledMessage, dtype: torch.dtype | None) -> Results:
     """The results for a piece in logarithms, step by step.
 
     The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
@@ -76,13 +76,14 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Resu
     """
     fresh = None if piece.going else piece.fresh
     steps = Steps(piece.x, piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
-    first = Message(*map(steps.layout.grouped, entering))
-    columns = [*map(steps.by_step, zip(first, *forward_messages(steps, first), strict=True))]  # [*B, k + 1, c or 1]
-    messages, leaving = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
+    first = ScaledMessage(*map(steps.layout.grouped, entering))
+    fields = zip(first, *forward_messages(steps, first), strict=True)
+    columns = [steps.layout.batched(torch.stack(field, 2)) for field in fields]  # [*B, k + 1, c or 1]
+    messages, leaving = columns[0][..., 1:, :], ScaledMessage(*(column[..., -1, :] for column in columns))
     if piece.counts is not None:
         messages = torch.where(piece.active()[..., None], messages, -torch.inf)
         index = piece.counts[..., None, None]
-        leaving = Message(*(column.take_along_dim(index, -2).squeeze(-2) for column in columns))
+        leaving = ScaledMessage(*(column.take_along_dim(index, -2).squeeze(-2) for column in columns))
     norm = LOG.sum(leaving.values.detach(), -1)[..., None]
     leaving = scaled(leaving, norm)._replace(values=leaving.values - norm.masked_fill(norm == -torch.inf, 0.0))
     if piece.counts is not None:
@@ -90,7 +91,7 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Resu
     return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
 
 
-def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
+def _by_kernels(piece: Piece, entering: ScaledMessage, dtype: torch.dtype | None, with_messages: bool) -> Results:
     """The results for a dense piece, which the message enters unless all sequences start."""
     x, bulk, k = piece.x, piece.bulk, piece.x.shape[-2]
     if _in_place(piece):
@@ -114,13 +115,13 @@ def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with
     return leaving, None if dtype is None else posteriors, messages
 
 
-def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
+def _by_any_kernels(piece: Piece, entering: ScaledMessage, wanted: bool) -> Results:
     """The results of `stretch.forward` by the kernels of any device; posteriors and messages if `wanted`."""
     x, bulk = piece.x, piece.bulk
     chain = Chain.of(x, bulk, piece.p0, piece.counts, piece.log_params, stretch=True)
     layout = chain.layout
     values = layout.weights(entering.values).reshape(chain.g, chain.m, chain.c)
-    before = linear.Message(values, values.new_zeros(2, chain.g, chain.m))
+    before = Message(values, values.new_zeros(2, chain.g, chain.m))
     memory, posteriors, messages = chain.new(chain.v + 1, *values.shape) if wanted else None, None, None
     residuals, after = kernels.forward(chain, before, keep=memory, leave=True)
     report_chains(residuals.recomputed)

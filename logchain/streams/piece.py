@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_has_values, check_tensor, check_values, has_values
-from ..autograd.scan import Message
+from ..autograd.scan import ScaledMessage
 from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
 from ..kernels.weights import Weights, check_weights
@@ -130,7 +130,7 @@ class Survivors(NamedTuple):
 
 
 # the fields that are named tuples
-_PARTS = {"message": Message, "window": Window, "survivors": Survivors}
+_PARTS = {"message": ScaledMessage, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
@@ -140,7 +140,7 @@ class State(NamedTuple):
     `over` [*B]: ended. `running`: all are known to go on, without a look at values. `double`: an operand was float64.
     """
 
-    message: Message
+    message: ScaledMessage
     fresh: Tensor
     over: Tensor
     running: bool
@@ -153,7 +153,7 @@ class State(NamedTuple):
         """The state before the first variable of a batch like x."""
         over, survivors = x.new_zeros(x.shape[:-2], dtype=torch.bool), None
         zero = x.new_zeros((*over.shape, 1), dtype=torch.float64)
-        message = Message(x.new_full((*over.shape, x.shape[-1]), -torch.inf, dtype=torch.float64), zero, zero)
+        message = ScaledMessage(x.new_full((*over.shape, x.shape[-1]), -torch.inf, dtype=torch.float64), zero, zero)
         if viterbi:
             paths = x.new_zeros((*over.shape, 0, x.shape[-1]), dtype=torch.int32)
             survivors = Survivors(message.values, paths, over[..., None][..., :0])
@@ -172,7 +172,7 @@ class State(NamedTuple):
         starting = not going and counts is None and readable and bool(self.fresh.all())
         return Piece(x, transition, p0, name, counts, self.fresh, going, starting, log_params)
 
-    def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
+    def after(self, piece: Piece, message: ScaledMessage, ends: Tensor | None) -> "State":
         """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""
         k, counts, over = piece.x.shape[-2], piece.counts, self.over
         if ends is not None:
@@ -275,7 +275,7 @@ def after_each(transition: Transition, messages: Tensor) -> Tensor:
     return transition.map(lambda parameter: parameter.squeeze(axis)).apply(messages, LOG)
 
 
-def log_norm(message: Message) -> Tensor:
+def log_norm(message: ScaledMessage) -> Tensor:
     """The log-partition [*B] of a message with sum 1, with the gradient that the logarithm of its sum has."""
     values, scale, error = message
     total = (scale + error)[..., 0]
@@ -285,15 +285,15 @@ def log_norm(message: Message) -> Tensor:
     return total + torch.where(norm == -torch.inf, 0.0, norm - norm.detach())
 
 
-def scaled(message: Message, term: Tensor) -> Message:
+def scaled(message: ScaledMessage, term: Tensor) -> ScaledMessage:
     """The message with a term [*B, 1] added to its scale; an infinite scale has no rounding error."""
     scale, error = two_sum(message.scale, message.error, term)
     return message._replace(scale=scale, error=error.where(scale.isfinite(), 0.0))
 
 
-def selected(mask: Tensor, message: Message, other: Message) -> Message:
+def selected(mask: Tensor, message: ScaledMessage, other: ScaledMessage) -> ScaledMessage:
     """The message for the sequences in a mask [*B], and the other one for the rest."""
-    return Message(*(torch.where(mask[..., None], *pair) for pair in zip(message, other, strict=True)))
+    return ScaledMessage(*(torch.where(mask[..., None], *pair) for pair in zip(message, other, strict=True)))
 
 
 def mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:

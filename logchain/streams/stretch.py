@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.scan import Message
+from ..autograd.scan import ScaledMessage
 from ..kernels.chain import Chain, Layout, arithmetic_dtype
 from ..kernels.message import Kept
 from ..rescues import report_chains
@@ -49,8 +49,8 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
 
 
 def forward(
-    piece: Piece, entering: Message, with_posteriors: bool, with_messages: bool
-) -> tuple[Message, Tensor | None, Tensor | None]:
+    piece: Piece, entering: ScaledMessage, with_posteriors: bool, with_messages: bool
+) -> tuple[ScaledMessage, Tensor | None, Tensor | None]:
     """The message after a piece; posteriors in the dtype of the arithmetic, and messages, if wanted.
 
     `entering` is the message before the piece, which is not read if all sequences start there.
@@ -73,7 +73,7 @@ def forward(
     after, count = stretch.forward(
         x, bulk, entering, p0=start, ends=ends, messages=linear, recomputed=recomputed, shares=posteriors
     )
-    leaving, messages = Message(*after), None
+    leaving, messages = ScaledMessage(*after), None
     report_chains(count)
     if linear is not None:
         messages = Kept(leaving.scale, linear, recomputed).logs(slice(int(entered), None))
