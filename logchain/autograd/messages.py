@@ -15,10 +15,8 @@ from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, operator
 from .scan import Steps, both_messages, filtered_messages
 
-Messages = tuple[Tensor, ...]
 
-
-def messages(operands: Operands) -> Messages:
+def messages(operands: Operands) -> tuple[Tensor, ...]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
     They have the dtype of the arithmetic. With gradients the scan computes them, except in torch.compile, which would
@@ -39,19 +37,19 @@ def messages(operands: Operands) -> Messages:
     return tuple(result.to(operands.dtype) for result in results)
 
 
-def _by_scan(operands: Operands) -> Messages:
+def _by_scan(operands: Operands) -> tuple[Tensor, ...]:
     operands = operands.with_checked_lengths()
     return tuple(result.to(operands.dtype).contiguous() for result in both_messages(operands.steps()))
 
 
-def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Messages:
+def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, ...]:
     operands = Operands(x, Dense(bulk), p0, lengths, log_params)
     if x.numel() == 0:
         return _shapes(x, bulk, p0)
     return _in_c(operands) if kernels.in_c(x) else _by_scan(operands)
 
 
-def _in_c(operands: Operands) -> Messages:
+def _in_c(operands: Operands) -> tuple[Tensor, ...]:
     """The results for dense matrices on a CPU."""
     chain = operands.dense_chain()
     forward, backward = (chain.new(*operands.x.shape) for _ in range(2))
@@ -60,7 +58,7 @@ def _in_c(operands: Operands) -> Messages:
     return forward, backward, log_norm.to(chain.dtype).contiguous()
 
 
-def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:
+def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> tuple[Tensor, ...]:
     messages = x.new_empty(x.shape, dtype=arithmetic_dtype(x, bulk, p0))
     return messages, torch.empty_like(messages), messages.new_empty(x.shape[:-2])
 
@@ -80,7 +78,7 @@ class _Gradient(Final):
     refusal = "forward_backward: expected one derivative inside torch.compile, got a second"
 
 
-def _backward(*args: Any) -> Messages:
+def _backward(*args: Any) -> tuple[Tensor, ...]:
     along, operands, (lengths, log_params) = args[:3], args[3:6], args[6:]
     if operands[0].numel() == 0:
         return tuple(torch.zeros_like(operand) for operand in operands)
