@@ -6,7 +6,6 @@ from torch import Tensor
 from .arguments import Lengths, check_tensor
 from .autograd.entropy import divergence
 from .chain import Chain
-from .operands import Operands
 
 
 def kl_divergence(
@@ -55,9 +54,7 @@ def kl_divergence(
     if x.shape != other.shape or x.device != other.device:
         expected = f"x {list(x.shape)} on {x.device} as in p"
         raise ValueError(f"q: expected {expected}, got {list(other.shape)} on {other.device}")
-    divergences = chain_p.by_sequence(chain_p.map(_of_batches, list(chain_q.batches())))
-    return divergences.to(torch.promote_types(chain_p.dtype, chain_q.dtype))
-
-
-def _of_batches(p: Operands, q: Operands) -> Tensor:
-    return divergence(p.dense[:3], q.dense[:3], p.lengths, p.log_params)
+    divergences = chain_p.map(
+        lambda p, q: divergence(p.dense[:3], q.dense[:3], p.lengths, log_params), list(chain_q.batches())
+    )
+    return chain_p.by_sequence(divergences).to(torch.promote_types(chain_p.dtype, chain_q.dtype))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .arguments import check_stack
-from .autograd.products import log_prefixes
+from .autograd.products import log_products
 
 
 def prefix_products(stack: Tensor) -> Tensor:
@@ -37,4 +37,4 @@ def prefix_products(stack: Tensor) -> Tensor:
             [0.7810, 0.2190]])
     """
     check_stack(stack)
-    return log_prefixes(stack)
+    return log_products(stack, True)

@@ -25,12 +25,7 @@ def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
     if inplace and is_plain((stack,)) and not stack.is_meta:
         with kernels.arithmetic_on(stack):
             return _forward(stack, False, inplace=True)
-    return _log_products(stack, False)
-
-
-def log_prefixes(stack: Tensor) -> Tensor:
-    """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
-    return _log_products(stack, True)
+    return log_products(stack, False)
 
 
 class _Products(Saving):
@@ -122,7 +117,8 @@ def _no_gradient_at_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, -math.inf)
 
 
-_log_products: Callable[..., Tensor] = operator(
+# the product [..., c, c] of a stack [..., s, c, c] of logarithms, or those of the first 1 to s matrices [..., s, c, c]
+log_products: Callable[..., Tensor] = operator(
     "log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape, _Products
 )
 _log_products_backward: Callable[..., Tensor] = operator(
