@@ -58,7 +58,7 @@ def check_device(name: str, value: Tensor, like: Tensor) -> None:
 
 
 def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
-    """Check for a dense floating tensor with at least so many axes, on the device of `like` unless that is None."""
+    """Check for a dense floating tensor with at least `axes` axes, on the device of `like` unless that is None."""
     check_dense(name, value)
     if value.dtype not in FLOATS:
         remedy = "" if value.is_complex() else f"; pass {name}.float()"

@@ -46,7 +46,7 @@ def takes_forward_derivatives() -> bool:
 
 
 def is_mapped() -> bool:
-    """Whether `torch.vmap`, or a batch of gradients, maps what is computed."""
+    """Whether `torch.vmap`, or a batch of gradients, maps the operations."""
     if torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP):
         return True
     return any(transform.key() == TransformType.Vmap for transform in retrieve_all_functorch_interpreters())

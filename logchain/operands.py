@@ -134,7 +134,7 @@ class Operands(Structured):
         return not isinstance(pattern, Factors) and (self.log_params or not isinstance(pattern, Durations))
 
     def matrices_fit(self, most: int) -> bool:
-        """Whether all matrices together have so many entries at most."""
+        """Whether all matrices together have at most `most` entries."""
         return self.transition.lead.numel() * self.transition.states**2 <= most
 
     def with_matrices(self) -> "Operands":

@@ -14,7 +14,7 @@ def prefix_products(stack: Tensor) -> Tensor:
 
     Returns:
         `[..., s, c, c]`, of which entry i includes matrix i; float64 for float64, otherwise float32 (also for bfloat16
-        and float16, whose arithmetic is float32). The last is `matrix_product(stack)`, but for rounding.
+        and float16, whose arithmetic is float32). The last is `matrix_product(stack)` up to rounding.
         Gradients are exactly 0 where the stack is -inf. It can be differentiated twice.
 
     Raises:

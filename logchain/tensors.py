@@ -21,7 +21,7 @@ def with_steps(bulk: _Bulk) -> _Bulk:
 
 
 def with_axes(tensor: Tensor, axes: int) -> Tensor:
-    """The tensor with so many axes, those that are missing of size 1."""
+    """The tensor with `axes` axes, of size 1 where it has fewer."""
     return tensor if tensor.dim() == axes else tensor[(None,) * (axes - tensor.dim())]
 
 

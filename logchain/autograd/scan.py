@@ -2,8 +2,8 @@
 
     a_0 = log p0 + x_0        a_i = apply(a_{i-1}) + x_i        total = sum of a_{v-1} over states
 
-A message is stored less its largest entry; the sum of what was subtracted is its scale, with a rounding error. Second
-derivatives of log-partitions, of dense matrices and of structures, are those of torch's autograd through this scan.
+A message is stored minus its largest entry; its scale is the sum of the entries that were subtracted, with the rounding
+error of that sum. Second derivatives of log-partitions are torch's, through this scan.
 """
 
 import math
@@ -134,7 +134,7 @@ def messages(steps: Steps, apply: Apply, entering: ScaledMessage | None = None) 
         # the largest potential is taken out first: a sum is rounded by its own size
         potential, shift = shifted(steps.potential(step))
         inside, values = steps.inside(step), message.values
-        # what has ended may be NaN, which must not reach the gradients of matrices
+        # sequences that have ended may be NaN, which must not reach the gradients of matrices
         after = apply(steps.transition(step), values if inside is None else values.masked_fill(~inside, 0.0))
         if step == 0 and steps.fresh is not None:
             after = torch.where(steps.fresh, steps.start(), after)
@@ -222,8 +222,8 @@ def second_derivatives(
 ) -> tuple[Tensor, ...]:
     """The gradients of `sum(gradient * tangents)` with respect to the weight and to the operands, without a graph.
 
-    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands. Tangents of what is
-    impossible have no influence, even if they are NaN.
+    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands. Tangents of
+    impossible states and transitions have no influence, even if they are NaN.
     """
     with autograd_in_operators(), torch.enable_grad():
         weight, *leaves = (tensor.detach().requires_grad_() for tensor in (weight, *operands))

@@ -214,7 +214,7 @@ class _Value(torch.autograd.Function):
             weight = part.ranks.total(_path_weight(part, states, *operands))
             impossible = (weight == -torch.inf) & ~value.isnan()  # where -inf - (-inf) would be NaN
             value = torch.where(impossible, -torch.inf, weight - value)
-        ctx.part = part  # what is saved is freed after the backward pass
+        ctx.part = part  # saved tensors are freed after the backward pass
         messages = (None,) * 3 if kept is None else (kept.messages, kept.recomputed, kept.bound)
         ctx.save_for_backward(*operands, states, impossible, log_norm, *messages)
         return value.to(part.chain.dtype, copy=True)
@@ -225,7 +225,7 @@ class _Value(torch.autograd.Function):
 
 
 class _Gradients(Final):
-    """The gradients of x, bulk and p0 that are needed, from that of `_Value` and what it has saved."""
+    """part, needs, grad, *saved by `_Value` -> the gradients of x, bulk and p0, None for one that is not needed."""
 
     refusal = "logchain.distributed: expected one derivative, got a second; it needs the chain on one rank"
 

@@ -27,7 +27,7 @@ from ..tensors import differentiated
 from ..transitions.dense import Dense
 from .ranks import Ranks
 
-# a guess takes this share of a part's steps, and at least so many
+# the steps of a guess: 1 in 32 of a part's, and at least 32
 _SHARE, _STEPS = 32, 32
 
 # the arguments of all functions: x, bulk, p0, group, log_params, lengths, one_matrix

@@ -26,9 +26,9 @@ _LONG, _MOVED = 2**10, 2**24
 
 
 def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = True) -> int | None:
-    """The number of steps between two checkpoints; None where all messages fit, so that none are needed.
+    """The number of steps between two checkpoints; None if all messages fit into the budget without any.
 
-    `keep`: with a backward pass. Raises ValueError, with the smallest budget, where nothing fits.
+    `keep`: whether a backward pass follows. Raises ValueError, with the smallest budget, if no number fits.
     """
     size = Sizes(x, bulk, p0, keep)
     if not size.apart and budget >= size.whole:
@@ -46,7 +46,7 @@ def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = 
 
 
 class Sizes:
-    """The sizes of operands, and the bytes that their messages take; `keep`: with a backward pass."""
+    """The sizes of operands, and the bytes that their messages take; `keep`: whether a backward pass follows."""
 
     def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = True) -> None:
         (self.g, self.m), (self.v, self.c) = Layout.of(x, bulk).grid, x.shape[-2:]
@@ -80,7 +80,7 @@ class Sizes:
         return checkpoints + steps * (step + self.copied + self.moved) + self.fixed + self._scratch(steps)
 
     def _scratch(self, steps: int) -> int:
-        """Bytes that the kernels take beyond messages while they compute so many steps."""
+        """Bytes that the kernels take beyond messages while they compute `steps` steps."""
         g, m, c = self.g, self.m, self.c
         values, matrices = g * m * (_STATES * c + _FIXED), g * c**2
         if self.gpu:

@@ -1,10 +1,9 @@
 """The log-partition of a chain in pieces; only the forward messages between pieces are stored, the checkpoints.
 
-Forward, each piece maps the message that enters it to the one that leaves it. Backward, from the last piece to the
-first, the forward messages of a piece are computed again from its checkpoint, and the backward message that leaves the
-piece goes on to the one before.
+Forward, each piece maps the message before it to the message after it. Backward, from the last piece to the first, the
+forward messages of a piece are computed again from its checkpoint, and its backward message enters the piece before.
 
-The device of p0 computes. Operands that lie on the host are moved there a piece at a time, and their gradients back.
+The device of p0 computes. Operands on the host are moved there a piece at a time, and their gradients back.
 """
 
 import math

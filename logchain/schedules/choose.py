@@ -21,7 +21,7 @@ from ..kernels.chain import FEW_STATES, arithmetic_dtype, has_idle_threads
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
 
-# so many segments, two or more, with a warm-up of so many steps
+# the number of segments, two or more, and the steps of their warm-up
 _NUMBERED = re.compile(r"segments:(?:[2-9]|[1-9][0-9]{1,5})(?::[1-9][0-9]{0,8})?")
 # names of former strategies, and what they mean now
 _FORMER = {"chunked": "segments", "overlapped": "segments", "meeting": "auto"}
@@ -50,9 +50,9 @@ SEQUENTIAL = Schedule()
 
 
 class Size(NamedTuple):
-    """The sizes that decide: n sequences of v variables and c states, in numbers of so many bytes.
+    """The sizes that decide: n sequences of v variables and c states, in numbers of `item` bytes.
 
-    `shared`: one matrix serves all steps.
+    `shared`: one matrix serves all steps. `lengths`: sequences have lengths.
     """
 
     n: int

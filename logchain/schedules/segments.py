@@ -57,7 +57,7 @@ def forward(chain: Chain, segments: int, warm_up: int, *, keep: bool) -> Saved:
         guesses, steps = _warmed_up(cut, warm_up)
         if steps > 0:
             log_norm = _in_segments(cut, guesses, messages, recomputed)
-        if steps == 0 or not (log_norm < torch.inf).all():  # what is not finite comes from a sequential scan
+        if steps == 0 or not (log_norm < torch.inf).all():  # NaN and +inf are those of a sequential scan
             memory = None if messages is None else messages[: chain.v]
             whole, steps = kernels.forward(chain, keep=memory)[0], 0
             log_norm, recomputed[0], recomputed[1:] = whole.log_norm, whole.recomputed, False

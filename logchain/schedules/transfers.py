@@ -120,7 +120,7 @@ class Gradient:
         return self._whole
 
     def _land(self, most: int) -> None:
-        """Wait for copies until at most so many are under way."""
+        """Wait for copies until at most `most` are under way."""
         while len(self._under_way) > most:
             copied, _, host, into = self._under_way.popleft()
             copied.synchronize()

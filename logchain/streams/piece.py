@@ -263,7 +263,7 @@ def checked_transition(
 
 
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
-    """The transition with float64 logarithms of parameters, which have so many leading axes."""
+    """The transition with float64 logarithms of parameters, which have `lead` leading axes."""
     return transition.with_lead(lead).map(lambda weights: log_weights(weights, log_params, torch.float64))
 
 

@@ -319,7 +319,7 @@ class _TransposedDuration(Transposed):
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
-    """Entries (..., c), each so many times, as (..., c times); fast, in new memory, unless they need a gradient."""
+    """Entries (..., c), each repeated, as (..., c times); fast, in new memory, unless they need a gradient."""
     if differentiated(x) or not is_plain((x,)):
         return x.repeat_interleave(times, -1)
     repeated = in_large_pages(x.new_empty(*x.shape[:-1], x.shape[-1] * times))

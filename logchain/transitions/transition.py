@@ -146,7 +146,7 @@ class Transition(ABC):
         return other
 
     def with_lead(self, axes: int) -> "Self":
-        """The same structure with so many leading axes, of size 1 where a parameter has fewer."""
+        """The same structure with `axes` leading axes, of size 1 where a parameter has fewer."""
         pairs = zip(self.parameters, self.own, strict=True)
         return self.with_parameters(*(with_axes(parameter, axes + own) for parameter, own in pairs))
 
@@ -268,7 +268,7 @@ def with_entries(values: Tensor, places: Tensor, states: int, zero: float) -> Te
 
 
 def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
-    """Check for a floating tensor of at least so many axes, the last of them not empty, on the device of `like`."""
+    """Check for a floating tensor of at least `axes` axes, the last of them not empty, on the device of `like`."""
     check_tensor(name, value, axes, like=like)
     if 0 in value.shape[value.dim() - axes :]:
         raise ValueError(f"{name}: expected no empty axis among the last {axes}, got shape {list(value.shape)}")
