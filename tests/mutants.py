@@ -592,7 +592,7 @@ MUTANTS = [
            "Message(entering, ", "Message(entering.masked_fill(entering < -500, -torch.inf), ",
            EQUAL + "'results_equal and underflow and product'"),
     Mutant("no backward message follows", RANKS + "part.py",
-           "backward(chain, kept, weight, following, ", "backward(chain, kept, weight, None, ",
+           "backward(chain, residuals, weight, following, ", "backward(chain, residuals, weight, None, ",
            EQUAL + "'results_equal and matrix and marginals'"),
     Mutant("a sequence is impossible only if the last rank finds no path", RANKS + "functions.py",
            "part.ranks.total(last.amax(-1))", "part.ranks.total(last.amax(-1) * (part.ranks.neighbor(1) is None))",

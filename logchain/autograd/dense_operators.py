@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 def _forward(*args: Any) -> Saved:
     x, bulk, p0, lengths, log_params, keep, segments, warm_up = args
     if x.numel() == 0:
-        return _kept_shapes(*args)
+        return _output_shapes(*args)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
         log_norm, messages, recomputed = residuals = short.residuals(x, keep)
@@ -99,7 +99,7 @@ def _is_cut(x: Tensor, segments: int) -> bool:
     return min(segments, x.shape[-2] - 1) > 1
 
 
-def _kept_shapes(
+def _output_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int, _: int
 ) -> Saved:
     """Uninitialized memory for the outputs of `log_norm`; messages are empty unless `keep`."""
@@ -300,7 +300,7 @@ _TANGENTS = "Tensor? along_x, Tensor? along_bulk, Tensor? along_p0"
 log_norm = operator(
     f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments, int warm_up) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
-    _kept_shapes,
+    _output_shapes,
     _LogNorm,
     batched=1,
 )
