@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A submodule that is imported when first used: together these take as long to import as all the others."""
+    """A submodule that is imported when first used: these take as long to import as the rest of the package."""
     if name in ("alignment", "distributed", "memory", "nn", "onnx", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

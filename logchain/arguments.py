@@ -58,7 +58,7 @@ def check_device(name: str, value: Tensor, like: Tensor) -> None:
 
 
 def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
-    """Check for a dense floating tensor with at least so many axes and, if `like` is given, on the device of `like`."""
+    """Check for a dense floating tensor with at least `axes` axes, on the device of `like` unless that is None."""
     check_dense(name, value)
     if value.dtype not in FLOATS:
         remedy = "" if value.is_complex() else f"; pass {name}.float()"
@@ -114,11 +114,11 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
-def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:
-    """Check that an option is not combined with another that excludes it; `others` says which are given."""
-    for other, is_given in others.items():
-        if is_given:
-            raise ValueError(f"{name}: expected {expected} with {other}, got {value!r}")
+def check_alone(name: str, value: object, expected: str, excluded: dict[str, bool]) -> None:
+    """Check that an option is not combined with an argument that excludes it; `excluded` says which are present."""
+    for argument, is_present in excluded.items():
+        if is_present:
+            raise ValueError(f"{name}: expected {expected} with {argument}, got {value!r}")
 
 
 def check_float_dtype(name: str, value: torch.dtype | None) -> None:
@@ -129,7 +129,7 @@ def check_float_dtype(name: str, value: torch.dtype | None) -> None:
 
 
 def tensor_of(lengths: Lengths, name: str = "lengths") -> Tensor:
-    """Lengths as a tensor, on the host if they are none yet."""
+    """Lengths as a tensor; numbers become one on the host."""
     if isinstance(lengths, Tensor):
         return lengths
     try:
@@ -171,10 +171,10 @@ def as_lengths(
     return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
-def check_lengths(lengths: Tensor, v: int, least: int = 1) -> None:
-    """Check that lengths lie from 1 to v, or 0 to k in a piece; not on a GPU, which would wait, nor without values."""
+def check_lengths(lengths: Tensor, v: int) -> None:
+    """Check that lengths lie from 1 to v, except on a GPU, which would wait, and without values."""
     if has_values(lengths) and not on_gpu(lengths):
-        check_ends(lengths, v, least)
+        check_ends(lengths, v)
 
 
 def checked_lengths(lengths: Lengths | None, x: Tensor, least: int = 1) -> Tensor | None:

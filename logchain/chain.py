@@ -1,4 +1,4 @@
-"""The arguments of a query, checked once: a batch of sequences, or packed ones, which are concatenated.
+"""The arguments of a function of a chain, checked once: a batch of sequences, or packed ones, which are concatenated.
 
 Packed sequences are computed in padded batches of similar lengths; on a CPU, one call of C can take them in place.
 """
@@ -22,13 +22,13 @@ from .transitions import Transition
 from .transitions.dense import Dense
 
 # how many times its length a sequence may be padded to, of dense matrices and of structures, whose steps take longer
-_PADDING, _OF_STRUCTURES = 1.25, 8.0
+_PADDING, _STRUCTURE_PADDING = 1.25, 8.0
 
 _Result = TypeVar("_Result")
 
 
 class Chain:
-    """The operands of a query.
+    """The operands of a function of a chain.
 
     Attributes:
         operands: those of a batch; for packed sequences x [total, c], parameters [*own] or [1 or total, *own], and p0
@@ -77,16 +77,12 @@ class Chain:
 
     def batches(self) -> Iterator[Operands]:
         """The operands of the batch, or of batches of packed sequences, the longest first."""
-        if self.padded:
-            yield from map(self._batch, self._groups)
-        else:
-            yield self.operands
+        return map(self._batch, self._groups) if self.padded else iter([self.operands])
 
-    def map(self, query: Callable[..., _Result], *others: list[Any]) -> list[_Result]:
-        """The results of a query for each batch: of its operands, and of the entry for it in each of `others`."""
-        if isinstance(self.operands.transition, Dense):
-            return [query(*arguments) for arguments in zip(self.batches(), *others, strict=True)]
-        return _between_graphs(self, query, *others)
+    def map(self, function: Callable[..., _Result], *columns: list[Any]) -> list[_Result]:
+        """The results of a function of each batch's operands, and of the batch's entry in each column."""
+        compute = _mapped if self.operands.is_dense else _mapped_between_graphs
+        return compute(self, function, *columns)
 
     def by_sequence(self, values: Sequence[Tensor], lead: int = 0) -> Tensor:
         """Values [*B, ...] or [n, ...], from those of the sequences of each batch (k, ...), after `lead` other axes."""
@@ -138,7 +134,7 @@ class Chain:
         """The sequences of each batch, by number."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
         groups, first = [], 0
-        padding = _PADDING if isinstance(self.operands.transition, Dense) else _OF_STRUCTURES
+        padding = _PADDING if self.operands.is_dense else _STRUCTURE_PADDING
         longest = self.lengths[order].tolist()
         for i in range(1, len(order) + 1):
             if i == len(order) or longest[i] * padding < longest[first]:
@@ -163,9 +159,9 @@ class Chain:
         rows = rows.to(x.device)
         alone = len(members) == 1  # views
         parameters = []
-        for i, (parameter, own) in enumerate(zip(transition.parameters, transition.own_axes, strict=True)):
+        for i, (parameter, sizes) in enumerate(zip(transition.parameters, transition.own_sizes, strict=True)):
             if not self._by_row(i):
-                parameters.append(parameter.reshape(1, 1, *parameter.shape[parameter.dim() - own :]))
+                parameters.append(parameter.reshape(1, 1, *sizes))
             else:
                 parameters.append(parameter[start + 1 : end][None] if alone else parameter[rows[:, 1:]])
         start_weights = p0[None] if p0.dim() == 1 else p0[members.to(p0.device)]
@@ -177,13 +173,13 @@ class Chain:
     def in_place(self, *, one_matrix: bool = False) -> "Chain":
         """The chain with packed sequences as one batch that kernels read in place, if they can, as the C loops do.
 
-        Few long sequences stay in batches, which are cut into segments. With `one_matrix`, for queries without such a
-        schedule, chains with one matrix for all steps are read in place, and no others.
+        Few long sequences stay in batches, which are cut into segments. `one_matrix`, for functions without such a
+        schedule: read a chain in place if it has one matrix for all steps, and no other.
         """
         operands, tensors = self.operands, self.operands.tensors
         if not (self.packed and operands.is_dense and is_plain(tensors) and operands.x.numel()):
             return self
-        if not all(kernels.in_c(one) for one in tensors) or (self._by_row(0) if one_matrix else self._in_segments):
+        if not all(map(kernels.in_c, tensors)) or (self._by_row(0) if one_matrix else self._in_segments):
             return self
         chain = copy(self)
         chain.padded, chain.operands = False, operands._replace(lengths=self.lengths, packed=self)
@@ -222,9 +218,11 @@ def _inside(states: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.where(torch.arange(states.shape[-1], device=states.device) < lengths[..., None], states, -1)
 
 
-@between_graphs
-def _between_graphs(chain: Chain, query: Callable[..., _Result], *others: list[Any]) -> list[_Result]:
-    return [query(*arguments) for arguments in zip(chain.batches(), *others, strict=True)]
+def _mapped(chain: Chain, function: Callable[..., _Result], *columns: list[Any]) -> list[_Result]:
+    return [function(*arguments) for arguments in zip(chain.batches(), *columns, strict=True)]
+
+
+_mapped_between_graphs = between_graphs(_mapped)
 
 
 def _checked(
@@ -237,11 +235,12 @@ def _checked(
     prefix: str,
     in_pieces: bool,
 ) -> Chain:
+    check_flag("log_params", log_params)
     bounds = None
     if cu_seqlens is None:
         operands = check_operands(x, bulk, p0, log_params, lengths, in_pieces=in_pieces)
     else:
-        bounds = _bounds(x, log_params, lengths, cu_seqlens)
+        bounds = _bounds(x, lengths, cu_seqlens)
         operands = _packed_operands(x, transition_of(bulk), p0, log_params, len(bounds[0]))
     chain = Chain(operands, bounds, p0, bulk if isinstance(bulk, Transition) else Dense(bulk))
     if not log_params:
@@ -259,7 +258,7 @@ def _packed_operands(x: Tensor, transition: Transition, p0: Tensor, log_params: 
     if p0.shape not in ((c,), (n, c)):
         raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
     shared = []
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+    for parameter, own in zip(transition.parameters, transition.own, strict=True):
         check_tensor("bulk", parameter, own, like=x)
         lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
         expected = torch.Size([c, c]) if dense else sizes
@@ -272,9 +271,8 @@ def _packed_operands(x: Tensor, transition: Transition, p0: Tensor, log_params: 
     return Operands(x, transition, p0, None, log_params)
 
 
-def _bounds(x: Tensor, log_params: bool, lengths: object, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds(x: Tensor, lengths: object, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """The rows where each sequence starts and ends, on the host."""
-    check_flag("log_params", log_params)
     if lengths is not None:
         raise ValueError("lengths: expected None with cu_seqlens, which holds them")
     check_tensor("x", x, 2)

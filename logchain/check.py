@@ -25,13 +25,13 @@ def check(
     """Raise ValueError if operands hold NaN, +inf or a negative weight before a sequence's end.
 
     Other functions check kinds and sizes, and on a CPU for negative weights in `p0`, and in `bulk` if one matrix serves
-    all steps. Beyond that, NaN in an operand makes the result of its sequence NaN, and so does a negative sum.
+    all steps. Otherwise NaN in an operand makes the result of its sequence NaN, and so does a negative sum.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]` and the options are those of
     `logchain.product`. Values after a sequence's end, and matrices into the first rows of concatenated sequences, are
     not checked. With `normalized=True`, as for a hidden Markov model, `p0` and every row of `bulk` (`[from, to]`) have
-    to sum to 1 in float64, but for 1e-5. In half precision they may be off by the dtype's eps (logarithms: 8 eps)
-    for each parameter of `bulk`, of which a matrix has one and a structure such as `Kronecker` several.
+    to sum to 1 in float64, up to 1e-5. In half precision they may be off by the dtype's eps (logarithms: 8 eps) for
+    each parameter of `bulk`, of which a matrix has one and a structure such as `Kronecker` several.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -93,5 +93,5 @@ def _check_sums(chain: Chain, transition: Transition, p0: Tensor, log_params: bo
 
 
 def _is_one(sums: Tensor, rounding: float) -> Tensor:
-    """Whether sums are 1, but for 1e-5 or for rounding."""
+    """Whether sums are 1, up to 1e-5 or rounding."""
     return (sums - 1).abs() <= max(1e-5, rounding)

@@ -17,7 +17,7 @@ def entropy(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""The entropy `-sum_z p(z) log p(z)` of the posterior `p(z)` over all state paths `z`.
+    r"""Returns the entropy `-sum_z p(z) log p(z)` of the posterior `p(z)` over all state paths `z`.
 
     It equals the log-partition minus the expected log-weight of a path, `log Z - E[log w(z)]`.
 

@@ -1,4 +1,4 @@
-"""The filtered posteriors of a chain: of each state, given all up to it."""
+"""The filtered posteriors of a chain: those of each state, conditional on all variables up to it."""
 
 from typing import NamedTuple
 
@@ -32,13 +32,13 @@ def filtered(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Filtered:
-    r"""The filtered posteriors: `P(z_i = j)` given the first `i + 1` variables alone, as if the chain ended there.
+    r"""Returns the filtered posteriors: `P(z_i = j)` of a chain that ends at variable i.
 
         states_0 ~ p0 exp(x_0)        states_i(j) ~ sum_k states_{i-1}(k) P_i(k, j) exp(x_i(j))
 
     They are the forward messages of `logchain.forward_backward` with sum 1, to the same precision however large the
     log-partition is. `logchain.Stream` gives them for a chain that comes in pieces, `logchain.marginals` the posteriors
-    given all variables.
+    conditional on all variables.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
     are those of `logchain.product`; with `cu_seqlens`, states are `[total, c]` and log-partitions `[n]`.

@@ -29,15 +29,15 @@ def forward_backward(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Messages:
-    r"""The forward and backward messages: log-weights of all paths that end in a state, and of all that go on from it.
+    r"""Returns the forward and backward messages: log-weights of all paths into a state, and of all paths from it.
 
         forward_0 = log p0 + x_0        forward_i(j) = log sum_k exp(forward_{i-1}(k) + log P_i(k, j)) + x_i(j)
         backward_{v-1} = 0              backward_{i-1}(k) = log sum_j exp(log P_i(k, j) + x_i(j) + backward_i(j))
 
     A forward message includes the potential of its own variable, a backward message does not: at each variable,
-    `logsumexp(forward + backward)` is the log-partition. For posteriors use `logchain.marginals`, and for those given
-    all up to each variable `logchain.filtered`, or `logchain.Stream` for pieces: they are faster and lose no digits
-    where the log-partition is large. Differences of messages do: at 8 million nats float32 numbers lie 0.5 apart.
+    `logsumexp(forward + backward)` is the log-partition. For posteriors use `logchain.marginals`, and for filtered ones
+    `logchain.filtered`, or `logchain.Stream` for pieces: they are faster and lose no digits where the log-partition is
+    large. Differences of messages do: at 8 million nats float32 numbers lie 0.5 apart.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
     are those of `logchain.product`; with `cu_seqlens`, messages are `[total, c]` and log-partitions `[n]`.

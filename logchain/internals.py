@@ -1,4 +1,4 @@
-"""All that the library uses of torch beyond its documented interface, which another release of torch may change."""
+"""All uses of torch's private interfaces, which another release of torch may change."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -46,14 +46,14 @@ def takes_forward_derivatives() -> bool:
 
 
 def is_mapped() -> bool:
-    """Whether `torch.vmap`, or a batch of gradients, maps what is computed."""
+    """Whether `torch.vmap`, or a batch of gradients, maps the operations."""
     if torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP):
         return True
     return any(transform.key() == TransformType.Vmap for transform in retrieve_all_functorch_interpreters())
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor without values takes the place of one with values."""
+    """Whether a tensor has a shape and a device, but no values, as while torch.compile traces."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -68,7 +68,7 @@ def is_exported() -> bool:
 
 
 def may_be_compiled() -> bool:
-    """Whether torch.compile has been loaded, which takes longer than many chains."""
+    """Whether torch.compile has been imported, without which nothing is compiled; the import takes seconds."""
     return "torch._dynamo" in sys.modules
 
 
@@ -81,7 +81,7 @@ def constant_in_graphs(function: _Function) -> _Function:
 def between_graphs(
     function: _Function, reason: str = "a chain of structures is computed between graphs; bulk.to_dense() has one"
 ) -> _Function:
-    """The function, which breaks the graph where torch.compile meets it, and is computed as it is."""
+    """The function, at which torch.compile breaks its graph, and which it does not trace."""
     disabled = None
 
     @wraps(function)
@@ -109,7 +109,7 @@ def autograd_in_operators() -> Iterator[None]:
 
 
 def below_autograd(registered: Any, keyset: Any, *args: Any) -> Any:
-    """The outputs of an operator by the levels of `torch.func` below this one, which take their own derivatives."""
+    """The outputs of an operator by the levels of `torch.func` below this one, each of which takes derivatives."""
     # a Function turns derivatives off
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return registered.redispatch(keyset & torch._C._after_autograd_keyset, *args)

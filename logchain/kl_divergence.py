@@ -6,20 +6,17 @@ from torch import Tensor
 from .arguments import Lengths, check_tensor
 from .autograd.entropy import divergence
 from .chain import Chain
-from .operands import Operands as Batch
-
-Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def kl_divergence(
-    p: Operands,
-    q: Operands,
+    p: tuple[Tensor, Tensor, Tensor],
+    q: tuple[Tensor, Tensor, Tensor],
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""The divergence `sum_z p(z) log(p(z) / q(z))` of the posteriors of two chains over all state paths `z`.
+    r"""Returns the divergence `sum_z p(z) log(p(z) / q(z))` of the posteriors of two chains over all state paths `z`.
 
     It equals `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` their sum.
 
@@ -28,9 +25,8 @@ def kl_divergence(
 
     Returns:
         `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32. It is +inf where
-        `q` forbids what is possible under `p`, however improbable, and 0 where no path is possible under
-        `p`. It can be differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the
-        gradient is 0.
+        `q` forbids what is possible under `p`, however improbable, and 0 where no path is possible under `p`. It can be
+        differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the gradient is 0.
 
     Arithmetic has the dtype of the chains, sums over steps are float64. The error is about twice that of `entropy`, and
     grows with how far the log-weights of paths differ. A divergence of float64 operands keeps its digits however large
@@ -54,17 +50,11 @@ def kl_divergence(
         check_tensor("bulk", operands[1], 2)
     chain_p = Chain.of(*p, log_params, lengths, cu_seqlens, prefix="p: ")
     chain_q = Chain.of(*q, log_params, lengths, cu_seqlens, prefix="q: ")
-    _check_alike(p[0], q[0])
-    divergences = chain_p.by_sequence(chain_p.map(_of_batches, list(chain_q.batches())))
-    return divergences.to(torch.promote_types(chain_p.dtype, chain_q.dtype))
-
-
-def _of_batches(p: Batch, q: Batch) -> Tensor:
-    return divergence(p.dense[:3], q.dense[:3], p.lengths, p.log_params)
-
-
-def _check_alike(x: Tensor, other: Tensor) -> None:
+    x, other = p[0], q[0]
     if x.shape != other.shape or x.device != other.device:
-        raise ValueError(
-            f"q: expected x {list(x.shape)} on {x.device} as in p, got {list(other.shape)} on {other.device}"
-        )
+        expected = f"x {list(x.shape)} on {x.device} as in p"
+        raise ValueError(f"q: expected {expected}, got {list(other.shape)} on {other.device}")
+    divergences = chain_p.map(
+        lambda p, q: divergence(p.dense[:3], q.dense[:3], p.lengths, log_params), list(chain_q.batches())
+    )
+    return chain_p.by_sequence(divergences).to(torch.promote_types(chain_p.dtype, chain_q.dtype))

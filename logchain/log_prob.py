@@ -1,4 +1,4 @@
-"""The log-probability of given state paths."""
+"""The log-probability of state paths."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def log_prob(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""The log posterior of given paths z: `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log Z`.
+    r"""Returns the log posterior of paths z: `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log Z`.
 
     This is a linear-chain CRF's log-likelihood of a labeling, and the function to differentiate for score-function
     gradients of paths drawn by `logchain.sample`.
@@ -34,7 +34,7 @@ def log_prob(
 
     Returns:
         `[*S, *B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf, with gradient 0, where
-        the path is impossible, also where all are. The gradient is that of the path's own log-weight, 1 at the entries
+        the path is impossible, also where all are. The gradient is that of the path's log-weight, 1 at the entries
         that it visits, minus the posterior marginals. It can be differentiated twice.
 
     Log-weight and log-partition may be far larger than their difference: both are float64, so that the result has no
@@ -66,7 +66,7 @@ def log_prob(
 def _of_batch(operands: Operands, states: Tensor) -> Tensor:
     states = checked(states, operands.x.shape[-1], "states")
     # gradients of both terms nearly cancel: they are added before they are rounded to half precision
-    wide = (one.to(operands.dtype) if one.numel() <= operands.x.numel() else one for one in operands.tensors)
+    wide = (t.to(operands.dtype) if t.numel() <= operands.x.numel() else t for t in operands.tensors)
     operands = operands.of(*wide)
     weight, norm = weight_of(operands, states), log_norm(operands)
     # a path may be impossible because the whole sequence is: -inf - (-inf) must not become NaN

@@ -33,7 +33,7 @@ def marginals(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Marginals:
-    r"""The posterior marginals `P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` of state paths `z`.
+    r"""Returns the posterior marginals `P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` of state paths `z`.
 
     These are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 
@@ -99,10 +99,8 @@ def _of_batch(
     if transitions == "full":
         *batch, v, _ = operands.x.shape
         structure = operands.transition
-        parameters = [
-            parameter.expand(*batch, v - 1, *parameter.shape[parameter.dim() - own :])
-            for parameter, own in zip(structure.parameters, structure.own_axes, strict=True)
-        ]
+        pairs = zip(structure.parameters, structure.own_sizes, strict=True)
+        parameters = [parameter.expand(*batch, v - 1, *sizes) for parameter, sizes in pairs]
         operands = operands.of(operands.x, operands.p0, *parameters)
     needs = True, False, *(transitions is not None for _ in operands.transition.parameters)
     value, (states, _, *counts) = posteriors(operands, needs)

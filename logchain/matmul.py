@@ -8,7 +8,7 @@ from .autograd.matmul import broadcast_log_matmul
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    r"""The log-semiring matrix product `log(exp(a) exp(b))`: `out_ij = logsumexp_k (a[..., i, k] + b[..., k, j])`.
+    r"""Returns the log-semiring product `log(exp(a) exp(b))`: `out_ij = logsumexp_k (a[..., i, k] + b[..., k, j])`.
 
     Args:
         a: `[..., m, k]` logarithms (nats); -inf is zero.
@@ -33,8 +33,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     backward, or of a piece of a larger product: below 2 MB in float32 for a shared `b` `[8, 64, 64]` and any number of
     rows, 20 MB for one product of 1024 x 1024 matrices.
 
-    Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition:
-    `logchain.reference.matmul`.
+    Source: the shift is that of any log-sum-exp. Definition: `logchain.reference.matmul`.
 
     >>> matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
     tensor([[-199.3069]])

@@ -8,12 +8,12 @@ from .autograd.products import log_product
 
 
 def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
-    r"""The ordered product `log(exp(M_1) exp(M_2) ... exp(M_s))` of a stack of matrices of logarithms.
+    r"""Returns the ordered product `log(exp(M_1) exp(M_2) ... exp(M_s))` of a stack of matrices of logarithms.
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.
-        inplace: compute in the memory of `stack`, whose content is unspecified afterwards; only
-            allowed if `stack` requires no gradient.
+        inplace: compute in the memory of `stack`, whose content is unspecified afterwards; only allowed if `stack`
+            requires no gradient.
 
     Returns:
         `[..., c, c]`, float64 for float64, otherwise float32 (also for bfloat16 and float16, whose arithmetic is

@@ -38,12 +38,12 @@ class MemoryReport(NamedTuple):
 
 
 def report(fn: Callable[..., object], *args: object) -> MemoryReport:
-    """Bytes allocated before, after and at the peak of `fn(*args)`, and of the gradients of the sum of its results.
+    """Returns the bytes allocated before, after and at the peak of `fn(*args)`, and of its backward pass.
 
     Args:
         fn: any function; the tensors that it returns may be nested in tuples, lists and dicts.
-        args: arguments of `fn`, nested likewise. Gradients are taken with respect to the tensors among them that
-            require one, and are not written to `.grad`.
+        args: arguments of `fn`, nested likewise. Gradients of the sum of the results are taken with respect to the
+            tensors among them that require one, and are not written to `.grad`.
 
     Returns:
         Three rows of `allocated` and `peak` bytes. After `forward`, the results and all that is kept for the backward
@@ -87,7 +87,7 @@ def report(fn: Callable[..., object], *args: object) -> MemoryReport:
 
 
 def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
-    """The largest number of bytes allocated by torch on the CPU during a call, without the tensors that it returns.
+    """Returns the most bytes allocated by torch on the CPU during a call, without the tensors that it returns.
 
     Temporaries inside operators count too; memory allocated before the call, or outside torch, does not.
 

@@ -19,8 +19,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     With it, a module that calls `logchain.product`, `log_prob` or `viterbi`, or `nn.LinearChainCRF.viterbi` or
     `nn.HMM.log_prob`, is exported with any number of sequences and of variables: the recursion is the operator Scan of
     ONNX. Arithmetic is float64 in logarithms, summed without compensation. The results are those of torch: exactly -inf
-    for what is impossible, NaN only for sequences with NaN; among best paths that differ by rounding alone, another one
-    may be taken. A length out of range makes its result NaN, and its states -1.
+    for impossible sequences, NaN only for sequences with NaN; among best paths that differ by rounding alone, another
+    one may be taken. A length out of range makes its result NaN, and its states -1.
 
     Raises:
         ImportError: on import of `logchain.onnx`, without the packages onnx and onnxscript.

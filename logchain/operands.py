@@ -1,4 +1,4 @@
-"""The operands of a batch of chains of any transition, their conversion to arguments of kernels, and their checks."""
+"""The operands of a batch of chains: their checks, and their conversion to arguments of kernels."""
 
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -12,7 +12,6 @@ from .arguments import (
     Lengths,
     as_lengths,
     batch_sizes,
-    check_flag,
     check_lengths,
     check_sizes,
     check_tensor,
@@ -26,7 +25,7 @@ from .kernels.chain import Chain
 from .kernels.numbers import log_weights
 from .kernels.structured import POSTERIORS, Arcs, Cost, Durations, Factors, Structured
 from .kernels.weights import Weights, check_weights, has_negative
-from .tensors import is_plain, with_steps
+from .tensors import is_plain, with_axes, with_steps
 from .transitions import Transition
 from .transitions.dense import Dense
 
@@ -43,6 +42,12 @@ class Operands(Structured):
     def is_dense(self) -> bool:
         """Whether the transition is dense."""
         return isinstance(self.transition, Dense)
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether matrices are blocks along the diagonal."""
+        pattern = self.transition.pattern
+        return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
 
     @property
     def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
@@ -69,7 +74,7 @@ class Operands(Structured):
         return Chain.of(*self.dense, starts, by_log=by_log)
 
     def with_checked_lengths(self) -> "Operands":
-        """The operands for torch operations, which read no lengths, also where torch traces or maps them."""
+        """The operands for torch's operations, which do not check lengths, also where torch traces or maps these."""
         if self.lengths is None:
             return self
         return self._replace(lengths=checked(self.lengths, self.x.shape[-2], "lengths"))
@@ -105,7 +110,7 @@ class Operands(Structured):
         return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
 
     def cheapest(self, cost: Cost = POSTERIORS) -> "Operands":
-        """The operands, with dense matrices in place of a structure that takes longer on a CPU than these."""
+        """The operands, with dense matrices in place of a structure that takes longer on a CPU than they do."""
         return self.with_matrices() if self.takes_longer(cost) else self
 
     def takes_longer(self, cost: Cost) -> bool:
@@ -115,8 +120,8 @@ class Operands(Structured):
             return False
         if not self.has_matrices or self.transition.states < _STATES:
             return False
-        each = cost.of_arc if isinstance(self.transition.pattern, Arcs) else cost.of_band
-        if each * self.transition.multiply_adds < self.transition.states**2:
+        unit = cost.of_arc if isinstance(self.transition.pattern, Arcs) else cost.of_band
+        if unit * self.transition.multiply_adds < self.transition.states**2:
             return False
         return self.matrices_fit(self.x.numel() // _READS)
 
@@ -129,7 +134,7 @@ class Operands(Structured):
         return not isinstance(pattern, Factors) and (self.log_params or not isinstance(pattern, Durations))
 
     def matrices_fit(self, most: int) -> bool:
-        """Whether all matrices together have so many entries at most."""
+        """Whether all matrices together have at most `most` entries."""
         return self.transition.lead.numel() * self.transition.states**2 <= most
 
     def with_matrices(self) -> "Operands":
@@ -164,7 +169,7 @@ def check_chain(
     each.
     """
     transition, like = transition_of(bulk), None if in_pieces else x
-    columns = list(zip(transition.parameters, transition.own_axes, strict=True))
+    columns = list(zip(transition.parameters, transition.own, strict=True))
     check_tensor("x", x, 2)
     for parameter, own in columns:
         check_tensor("bulk", parameter, own, like=like)
@@ -204,50 +209,37 @@ def check_operands(
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
     if structure and is_exported():  # by torch.export or make_fx, whose graph would hold memory without values
         raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
-    transition, lead = check_chain(x, bulk, p0, in_pieces=in_pieces), x.dim() - 2
-    check_flag("log_params", log_params)
+    transition = check_chain(x, bulk, p0, in_pieces=in_pieces)
     ends = None if lengths is None else as_lengths(lengths, x, p0.device)
     # those of dense chains are checked by operators, since values cannot be read where torch traces or maps a call
     if structure and ends is not None:
         check_lengths(ends, x.shape[-2])
     if structure or not is_plain((x, p0, *transition.parameters)):  # as rules for vmap and structures need them
-        pairs = zip(transition.parameters, transition.own_axes, strict=True)
-        transition = transition.with_parameters(*(_with_axes(one, lead + 1 + own) for one, own in pairs))
-        p0 = _with_axes(p0, lead + 1)
+        transition, p0 = transition.with_lead(x.dim() - 1), with_axes(p0, x.dim() - 1)
     return Operands(x, transition, p0, ends, log_params)
-
-
-def _with_axes(tensor: Tensor, axes: int) -> Tensor:
-    """The tensor with so many axes, those that are missing of size 1."""
-    return tensor if tensor.dim() == axes else tensor[(None,) * (axes - tensor.dim())]
 
 
 def named_weights(name: str, transition: Transition, reads: Sequence[Tensor | None]) -> list[Weights]:
     """The parameters by the names of arguments, of which the steps `reads` [*lead], or all, are read."""
-    names = [name] if isinstance(transition, Dense) else [f"{name}.{each}" for each in transition.names]
+    names = [name] if isinstance(transition, Dense) else [f"{name}.{parameter}" for parameter in transition.names]
     weights = []
-    for each, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
+    for argument, parameter, read, used in zip(names, transition.parameters, reads, transition.used, strict=True):
         if used is not None:
             every = torch.ones((), dtype=torch.bool, device=used.device) if read is None else read
             read = every[(..., *(None,) * used.dim())] & used
             read = read[(None,) * (parameter.dim() - read.dim())]
-        weights.append(Weights(each, parameter, read))
+        weights.append(Weights(argument, parameter, read))
     return weights
 
 
 def check_signs(x: Tensor, transition: Transition, p0: Tensor, weights: Callable[[], list[Weights]]) -> None:
-    """Raise on a CPU for one of the weights below 0 in p0, or in parameters that serve all steps."""
+    """Raise on a CPU for a weight below 0 in p0, or in parameters that serve all steps."""
     if not kernels.in_c(p0) or not is_plain((x, p0, *transition.parameters)):
         return
     shared = [lead[-1:] in ((), (1,)) for lead in transition.leads]
     below = [has_negative(values) for values in (*compress(transition.parameters, shared), p0)]
     if any(below):
         check_weights(*compress(weights(), (*shared, True)))
-
-
-def is_blocks(pattern: object) -> bool:
-    """Whether matrices are blocks along the diagonal."""
-    return isinstance(pattern, Factors) and len(pattern.factors) == 1 and pattern.factors[0].blocks > 0
 
 
 def as_dense(operands: Operands) -> Operands:

@@ -21,7 +21,7 @@ class Plan(NamedTuple):
         schedule: "sequential", "segments" or "tree".
         segments: the number of segments that are computed side by side, otherwise 1.
         bytes: an estimate of the peak memory beyond operands, result and gradients.
-        checkpoint_every: the number of steps between kept messages under a `memory_budget`; None if all are kept.
+        checkpoint_every: the number of steps between stored messages under a `memory_budget`; None if all are stored.
         reason: why this schedule was chosen.
     """
 
@@ -33,8 +33,8 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         cut = f", {self.segments} segments" if self.segments > 1 else ""
-        kept = "" if self.checkpoint_every is None else f", a message is kept every {self.checkpoint_every} steps"
-        return f"{self.schedule}{cut}: {self.reason}\nabout {self.bytes:,} bytes{kept}"
+        stored = "" if self.checkpoint_every is None else f", a message is kept every {self.checkpoint_every} steps"
+        return f"{self.schedule}{cut}: {self.reason}\nabout {self.bytes:,} bytes{stored}"
 
 
 def plan(
@@ -49,7 +49,7 @@ def plan(
     `bulk` may be a structure of `logchain.transitions`. Options are as in `product`; values of `lengths` do not matter.
     Of packed sequences pass one of the batches of similar lengths in which they are computed, without `cu_seqlens`.
     `gradients`: whether a backward pass follows; by default, whether a tensor requires gradients. `dtype` and `device`
-    of operands given as shapes are by default float32, and that of the tensors or the CPU; it need not exist here.
+    of shapes are by default float32, and that of the tensors or the CPU; it need not exist here.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; sizes do not go together; the `memory_budget` is too
@@ -65,8 +65,7 @@ def plan(
     """
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens: expected None; pass the shapes of a batch of similar lengths")
-    excluded, saved = {"a structure as bulk": isinstance(bulk, Transition)}, None
-    name = choose.check_options(strategy, memory_budget, excluded)
+    name = choose.check_options(strategy, memory_budget, {"a structure as bulk": isinstance(bulk, Transition)})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
@@ -77,6 +76,7 @@ def plan(
         x, bulk, p0 = (_on_meta(*named, dtype, gradients) for named in ((x, "x"), (bulk, "bulk"), (p0, "p0")))
     assert isinstance(x, Tensor) and not isinstance(bulk, Sequence) and isinstance(p0, Tensor)
     Chain.of(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
+    saved = ""
     if isinstance(bulk, Transition):
         saved = f"{bulk.multiply_adds} multiply-adds per step in place of {x.shape[-1] ** 2}"
         # a matrix with the dtype and the gradients of the parameters

@@ -3,18 +3,18 @@
 from torch import Tensor
 
 from .arguments import check_stack
-from .autograd.products import log_prefixes
+from .autograd.products import log_products
 
 
 def prefix_products(stack: Tensor) -> Tensor:
-    r"""The prefix products `log(exp(M_1) ... exp(M_i))`, i from 1 to s, of a stack of matrices of logarithms.
+    r"""Returns the prefix products `log(exp(M_1) ... exp(M_i))`, i from 1 to s, of a stack of matrices of logarithms.
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.
 
     Returns:
         `[..., s, c, c]`, of which entry i includes matrix i; float64 for float64, otherwise float32 (also for bfloat16
-        and float16, whose arithmetic is float32). The last is `matrix_product(stack)`, but for rounding.
+        and float16, whose arithmetic is float32). The last is `matrix_product(stack)` up to rounding.
         Gradients are exactly 0 where the stack is -inf. It can be differentiated twice.
 
     Raises:
@@ -37,4 +37,4 @@ def prefix_products(stack: Tensor) -> Tensor:
             [0.7810, 0.2190]])
     """
     check_stack(stack)
-    return log_prefixes(stack)
+    return log_products(stack, True)

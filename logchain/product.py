@@ -29,25 +29,25 @@ def product(
     memory_budget: int | None = None,
     progress: bool = False,
 ) -> Tensor:
-    r"""The log-partition `log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})`, `D_i = diag(exp x_i)`, `d_{v-1} = exp x_{v-1}`.
+    r"""Returns the log-partition `log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})` of each sequence.
 
-    This is the log-likelihood of a hidden Markov model, the log-partition of a linear-chain CRF and a chain of sum
-    layers of a probabilistic circuit. There is no transition before the first variable, `p0` is not multiplied by one,
-    and `bulk` is `[from, to]`.
+    Here `D_i = diag(exp x_i)` and `d_{v-1} = exp x_{v-1}`: no transition precedes the first variable. This is the
+    log-likelihood of a hidden Markov model, the log-partition of a linear-chain CRF, and the value of a chain of sum
+    layers in a probabilistic circuit.
 
     Args:
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalized. Leading axes
-            may be of size 1 or left out; a size of 1 on the step axis, or a matrix `[c, c]`, serves every step. A zero
-            forbids a transition and has gradient 0: a trained weight that reaches 0, by a step or a clamp, stays there.
-            Train logits instead, of which `log_softmax` (with `log_params`) is never -inf. Or a structure of
-            `logchain.transitions`: bands, arcs or a product of factors, whose parameters have the same leading axes,
-            and none that `strategy`, `memory_budget` or `progress` would apply to.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`, non-negative, not necessarily normalized.
+            Leading axes may be of size 1 or left out; a size of 1 on the step axis, or a matrix `[c, c]`, serves every
+            step. A zero forbids a transition and has gradient 0: a trained weight that reaches 0, by a step or a clamp,
+            stays there. Train logits instead, of which `log_softmax` (with `log_params`) is never -inf. Or a structure
+            of `logchain.transitions`, whose parameters have the same leading axes; it excludes `memory_budget` and the
+            strategies "segments" and "tree".
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the number of variables of each sequence: integers from 1 to v, of the shape of the first axes of `B`
-            (`[n]` or `[n, t]` for `B = [n, t]`), or one for all. What lies past the end has no influence, not even NaN,
-            and has gradient 0.
+            (`[n]` or `[n, t]` for `B = [n, t]`), or one for all. Entries past the end have no influence, not even NaN,
+            and have gradient 0.
         cu_seqlens: the offsets of concatenated sequences, rising integers `[n + 1]` from 0 to `total`: sequence i has
             the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
@@ -82,7 +82,7 @@ def product(
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
     float64. The result is within `ulp + v (c + 8 + 2 D) u` of the exact value, u being 2^-24 (float64: 2^-53), where
     states that matter lie at most D nats below the largest entries of their messages, of `x` and of matrices that are
-    logarithms. Sequences that would underflow are found and computed again exactly (see `logchain.rescues`).
+    logarithms. Sequences that would underflow are detected and computed again exactly (see `logchain.rescues`).
 
     Raises:
         TypeError: an argument is of the wrong kind.

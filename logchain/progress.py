@@ -15,7 +15,7 @@ def check_progress() -> None:
 
 
 def bar(items: Sequence[T], title: str, shown: bool, unit: str = "segments") -> Iterable[T]:
-    """The items, counted by a progress bar on stderr while they are iterated over, if it is to be `shown`."""
+    """The items; iterating over them moves a progress bar on stderr, if it is `shown`."""
     if not shown:
         return items
     from tqdm.auto import tqdm

@@ -13,7 +13,7 @@ class Rescues:
     """How many `sequences`, `outputs` and `boundaries` were computed again.
 
     Sequences are computed again in log space. Outputs are entries of the results of `matmul` and of products in a tree.
-    Boundaries lie between segments of a chain, where the message that a warm-up had guessed was refused.
+    Boundaries between segments of a chain are those where the message of a warm-up failed its verification.
     """
 
     sequences: int = 0
@@ -26,9 +26,9 @@ _open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
 
 @contextmanager
 def rescues() -> Iterator[Rescues]:
-    """A context that counts the sequences and outputs that are computed again exactly in a `with` block.
+    """Returns a context that counts the sequences and outputs that are computed again exactly in its block.
 
-    All results keep the same accuracy; the counts explain the time. What nested blocks count, outer ones count too.
+    All results have the same accuracy; the counts explain the time. Outer blocks include the counts of nested ones.
 
     >>> import torch, logchain
     >>> with logchain.rescues() as seen:

@@ -22,7 +22,7 @@ def sample(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""Independent draws of paths `z` from the posterior `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
+    r"""Returns paths `z` drawn from the posterior `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
 
     The forward messages `a_i` are computed once; then `z_{v-1} ~ a_{v-1}` and, backwards, `z_{i-1} ~ a_{i-1}(k) P_i(k,
     z_i)`. Draws are exact and independent: this is no Markov chain Monte Carlo.

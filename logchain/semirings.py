@@ -27,7 +27,7 @@ def total(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""The semiring sum over paths z of log-weights `log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...`.
+    r"""Returns the semiring sum over paths z of `log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...`.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
     are those of `logchain.product`. `semiring`: `MAX` for the weight of the best path (that of `logchain.viterbi`),

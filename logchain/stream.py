@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_float_dtype, check_integer, check_tensor, checked_lengths
-from .autograd.scan import Message
+from .autograd.scan import ScaledMessage
 from .kernels.numbers import probabilities
 from .rescues import report_chains
 from .streams.filter import filtered, passed, smoothed
@@ -23,8 +23,8 @@ class StreamUpdate(NamedTuple):
 
     Attributes:
         log_norm: the log-partition `[*B]` of all so far, nats.
-        filtered: the posterior `[*B, k, c]` of each state of the piece, given all up to it; None with `filtered=False`.
-        smoothed: the posteriors `[*B, m, c]` of the next m states, given `lag` more variables; None without a lag.
+        filtered: the filtered posteriors `[*B, k, c]` of the states of the piece; None with `filtered=False`.
+        smoothed: the posteriors `[*B, m, c]` of the next m states, which `lag` more variables follow; None without one.
         states: int64 `[*B, m]`, the next m states of the best path; None without `viterbi`.
     """
 
@@ -46,9 +46,9 @@ class Stream:
             or left out.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
+        lag: L: return the posterior of each state conditional on L more variables (fixed-lag smoothing).
         viterbi: return the states of the best path once later data cannot change them.
-        filtered: return the posterior of each state given everything up to it; False saves the time.
+        filtered: return the posterior of each state conditional on all variables up to it; False saves the time.
         detach: gradients stop at the start of the present piece; with False they, and memory, reach to the first one.
         dtype: dtype of the results; by default float64 if an operand so far is float64, otherwise float32.
         validate: also check the values of each piece, which costs a pass over the data.
@@ -77,7 +77,7 @@ class Stream:
     >>> first.filtered
     tensor([[0.5000, 0.5000],
             [0.0574, 0.9426]])
-    >>> first.smoothed  # the first state, given the second variable too
+    >>> first.smoothed  # the first state, conditional on the second variable too
     tensor([[0.1517, 0.8483]])
     >>> stream.update(torch.zeros(1, 2)).filtered
     tensor([[0.2402, 0.7598]])
@@ -121,17 +121,17 @@ class Stream:
 
     @property
     def filtered(self) -> Tensor:
-        """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
+        """The filtered posterior `[*B, c]` of each sequence's newest state; 0 where there is none."""
         state = self._begun()
         return probabilities(state.message.values).to(self._result_dtype(state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | Transition | None = None, *, lengths: Lengths | None = None
     ) -> StreamUpdate:
-        """The log-partition, posteriors and best states after the next k variables.
+        """Returns the log-partition, posteriors and best states after the next k variables.
 
         Args:
-            x_piece: log-potentials `[*B, k, c]` in nats; k may be another one each time, and 0. `B` stays as it is.
+            x_piece: log-potentials `[*B, k, c]` in nats; k may differ between updates and be 0, `B` may not differ.
             bulk_piece: transition weights `[*B or ones, k or 1, c, c]` or a structure of as many steps, which lead
                 *into* each variable of the piece, if the stream has no `bulk`; with a lag, all updates bring the same
                 structure, with other parameters. What leads into a sequence's first variable has no influence.
@@ -170,9 +170,9 @@ class Stream:
         return self._to(state, posteriors, ready, states)
 
     def _by_one_call(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
-        """The results of `update` by one call of the C library; None where that does not do.
+        """The results of `update` by one call of the C library, or None.
 
-        All sequences must go on, without gradients, and only log-partition and filtered posteriors be wanted.
+        That takes sequences that all go on, no gradients, and no results but log-partition and filtered posteriors.
         """
         state = self._state
         if self._lag or self._viterbi or self._validate or bulk_piece is not None or lengths is not None:
@@ -191,11 +191,11 @@ class Stream:
         stretch, log_norm = plain[0], torch.empty_like(plain[1])
         leaving, recomputed = stretch.forward(x, bulk, message, shares=shares, value=log_norm)
         report_chains(recomputed)
-        self._state = state._replace(message=Message(*leaving))
+        self._state = state._replace(message=ScaledMessage(*leaving))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
-        """The posteriors and states that were still waiting for more variables, with all sequences ended.
+        """Ends all sequences, and returns the posteriors and states that waited for more variables.
 
         `reset` starts sequences again.
 
@@ -250,7 +250,7 @@ class Stream:
             self._state = state.restarted(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that later updates depend on, besides the arguments of the stream: see `load_state_dict`.
+        """Returns the state that later updates depend on in addition to the stream's arguments: see `load_state_dict`.
 
         It holds tensors without gradients, numbers and flags; and a structure, where updates bring one and there is a
         lag, which `torch.load` takes without `weights_only`.
@@ -258,13 +258,13 @@ class Stream:
         return {"options": self._options, "state": None if self._state is None else self._state.plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream of the same arguments was, with the same bits.
+        """Go on from the state of another stream of the same arguments, with the same bits.
 
         Args:
-            state: what `state_dict()` of that stream returned.
+            state: the result of `state_dict()` of that stream.
 
         Raises:
-            ValueError: it is another, or that of a stream of other arguments.
+            ValueError: `state` is no such result, or that of a stream of other arguments.
 
         >>> bulk, p0 = torch.eye(2)[None], torch.tensor([0.5, 0.5])
         >>> stream, other = Stream(bulk, p0), Stream(bulk, p0)
@@ -274,12 +274,12 @@ class Stream:
         tensor(5.5000)
         """
         if not isinstance(state, dict) or set(state) != {"options", "state"}:
-            raise ValueError("state: expected what state_dict() of a stream has returned")
+            raise ValueError("state: expected the result of state_dict() of a stream")
         if state["options"] != self._options:
             raise ValueError(f"state: expected that of a stream with {self._options}, got {state['options']}")
         fields = state["state"]
         if fields is not None and set(fields) != set(State._fields):
-            raise ValueError("state: expected what state_dict() of a stream of this version has returned")
+            raise ValueError("state: expected the result of state_dict() of a stream of this version")
         self._state = None if fields is None else State.of_plain(fields)
 
     def _begun(self) -> State:

@@ -20,6 +20,11 @@ def with_steps(bulk: _Bulk) -> _Bulk:
     return bulk[None] if isinstance(bulk, Tensor) and bulk.dim() == 2 else bulk  # type: ignore[return-value]
 
 
+def with_axes(tensor: Tensor, axes: int) -> Tensor:
+    """The tensor with `axes` axes, of size 1 where it has fewer."""
+    return tensor if tensor.dim() == axes else tensor[(None,) * (axes - tensor.dim())]
+
+
 def empty_gradients(operands: Sequence[Tensor], needs: Iterable[bool] = repeat(True)) -> Any:
     """A tuple of uninitialized tensors for the gradients of operands, empty for those that are not needed."""
     pairs = zip(operands, needs, strict=False)
@@ -37,9 +42,9 @@ def is_plain(args: tuple[Any, ...]) -> bool:
 
 
 def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | None:
-    """Which steps [*B or ones, s] of transitions that lead into variables are read; None: all.
+    """Which steps [*B or ones, s] of transitions are read; None: all.
 
-    The last of them leads into the last of v variables, or the only one into all but the first.
+    The last of several steps leads into the last of v variables; a single one serves all but the first variable.
     """
     *batch, s = lead
     if lengths is None and v > 1:

@@ -28,7 +28,7 @@ def topk_paths(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Paths:
-    r"""The `k` paths z of the largest weights `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
+    r"""Returns the `k` paths z of the largest weights `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
     are those of `logchain.product`; with `cu_seqlens`, states are `[k, total]` and scores `[n, k]`.

@@ -26,7 +26,7 @@ def viterbi(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Path:
-    r"""The best path `argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and its log-weight.
+    r"""Returns the best path `argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and its log-weight.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or ones, v-1 or 1, c, c]`, `p0` `[*B or ones, c]`, the options and the errors
     are those of `logchain.product`; with `cu_seqlens`, states are `[total]` and scores `[n]`.

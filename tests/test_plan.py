@@ -89,7 +89,6 @@ def test_schedule_suits_the_shapes(count, shapes, options, schedule, reason, thr
 def test_former_strategies_warn_and_mean_today_s(name):
     operands, today = chain(v=200), name.replace("overlapped", "segments").replace("chunked", "segments")
     with pytest.warns(FutureWarning, match="^strategy: '") as seen:
-        logchain.schedules.choose._warn_of_former.cache_clear()
         found = logchain.product(*operands, strategy=name)
     assert seen[0].filename == __file__
     assert torch.equal(found, logchain.product(*operands, strategy=today.replace("meeting", "auto")))

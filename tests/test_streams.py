@@ -391,7 +391,7 @@ def test_wrong_arguments_are_named():
         (ValueError, "mask: expected shape None", lambda: stream.reset(torch.tensor([True]))),
         (TypeError, "mask: expected a torch.Tensor of bool", lambda: stream.reset([True])),
         (ValueError, "state: expected that of a stream", lambda: stream.load_state_dict(other)),
-        (ValueError, "state: expected what state_dict() of a", lambda: stream.load_state_dict(older)),
+        (ValueError, "state: expected the result of state_dict() of a", lambda: stream.load_state_dict(older)),
         (ValueError, "bulk_piece: expected None", lambda: Stream(bulk[..., :1, :, :], p0).update(x, into)),
     ]
     for kind, text, call in wrong:

@@ -1,1 +1,1 @@
-"""What differentiates what: operators of torch, their Functions and batching rules; no arithmetic."""
+"""Operators of torch with their derivatives and rules for vmap, and the differentiable scan."""

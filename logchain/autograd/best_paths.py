@@ -23,7 +23,7 @@ from ..tensors import differentiated, is_plain
 from ..transitions import Transition
 from .operator import operator
 from .paths import weight_of
-from .scan import Message, Steps, messages
+from .scan import ScaledMessage, Steps, messages, trace_back
 
 
 def best_path(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def dense_best_paths(operands: Operands, k: int | None) -> tuple[Tensor, Tensor]
     return _best_paths(*detached.dense, k)
 
 
-def best_messages(steps: Steps) -> tuple[list[Message], list[Tensor]]:
+def best_messages(steps: Steps) -> tuple[list[ScaledMessage], list[Tensor]]:
     """The max-plus messages, and from step 1 on the predecessor (g, m, c) of each state on the best path into it.
 
     Ties go to the lowest state.
@@ -82,14 +82,8 @@ def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
     steps = operands.detached().steps()
     forward, pointers = best_messages(steps)
     weight, state = forward[-1].values.max(-1)
-    path = [state]
-    for step in reversed(range(1, steps.v)):
-        before = pointers[step - 1].gather(-1, state[..., None])[..., 0].long()
-        inside = steps.inside(step)
-        state = before if inside is None else torch.where(inside[..., 0], before, state)
-        path.append(state)
-    states = possible(steps, torch.stack(path[::-1], -1), weight)
-    return states, steps.layout.batched(weight.isnan() | (weight == math.inf))
+    path = trace_back(steps, state, lambda i, state: pointers[i - 1].gather(-1, state[..., None])[..., 0].long())
+    return possible(steps, torch.stack(path, -1), weight), steps.layout.batched(weight.isnan() | (weight == math.inf))
 
 
 def possible(steps: Steps, states: Tensor, weight: Tensor) -> Tensor:

@@ -4,9 +4,9 @@
     log_norm_backward    weight * d log Z                              posterior marginals
     log_norm_second      d log Z along tangents, and its gradients     expectations and covariances
 
-The arguments `segments` and `warm_up` are the schedule, see `schedules.choose.Schedule`. For the backward pass
-`log_norm` saves the operands and the messages of the schedule; gradients have the shapes of their operands. The second
-derivatives are those of torch's autograd through `scan`, whichever schedule computed the log-partition.
+The arguments `segments` and `warm_up` are a `schedules.choose.Schedule`. For the backward pass `log_norm` saves the
+operands and the messages of its schedule; gradients have the shapes of their operands. Second derivatives are torch's,
+through `scan`, for all schedules.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Gradients = tuple[Tensor, ...]
 
 
 class Saved(NamedTuple):
-    """The log-partition [*B] in float64, and what the gradient needs besides the operands.
+    """The log-partition [*B] in float64, and what the gradient reads in addition to the operands.
 
     Of one scan: forward `messages` (v, g, m, c), which sequences were `recomputed` exactly (g, m), and as `extra`
     nothing or the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Of several
@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 def _forward(*args: Any) -> Saved:
     x, bulk, p0, lengths, log_params, keep, segments, warm_up = args
     if x.numel() == 0:
-        return _kept_shapes(*args)
+        return _output_shapes(*args)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
         log_norm, messages, recomputed = residuals = short.residuals(x, keep)
@@ -67,10 +67,11 @@ def forward(operands: Operands, keep: bool, schedule: Schedule = SEQUENTIAL) -> 
     else:
         memory = kernels.messages_of(chain, chain.v) if keep else None
         options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
-        kept, _ = kernels.forward(chain, None, keep=memory, **options)
-        report_chains(kept.recomputed)
-        extra = kept.messages.new_empty(0) if kept.bound is None else kept.bound[None] if kept.halved else kept.bound
-        saved = Saved(kept.log_norm, kept.messages, extra, kept.recomputed)
+        scanned, _ = kernels.forward(chain, None, keep=memory, **options)
+        report_chains(scanned.recomputed)
+        bound = scanned.bound
+        extra = scanned.messages.new_empty(0) if bound is None else bound[None] if scanned.halved else bound
+        saved = Saved(scanned.log_norm, scanned.messages, extra, scanned.recomputed)
     in_order = chain.layout.batched(saved.log_norm).clone(memory_format=torch.contiguous_format)
     return saved._replace(log_norm=in_order)
 
@@ -98,7 +99,7 @@ def _is_cut(x: Tensor, segments: int) -> bool:
     return min(segments, x.shape[-2] - 1) > 1
 
 
-def _kept_shapes(
+def _output_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int, _: int
 ) -> Saved:
     """Uninitialized memory for the outputs of `log_norm`; messages are empty unless `keep`."""
@@ -167,7 +168,7 @@ def _second(
     if x.numel() == 0:
         return tuple(torch.zeros_like(operand) for operand in (weight, x, bulk, p0))
     weights = (bulk.double(), p0.double()) if by_log and not log_params else None
-    operands = (x, bulk, p0) if weights is None else (x, *(one.log() for one in weights))
+    operands = (x, bulk, p0) if weights is None else (x, *(weight.log() for weight in weights))
 
     def log_norm(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
         return total(Steps(x, Dense(bulk), p0, lengths, log_params or by_log))
@@ -175,8 +176,8 @@ def _second(
     by_weight, *gradients = second_derivatives(log_norm, operands, weight, tangents)
     if weights is not None:
         gradients[1:] = [
-            (gradient / one).masked_fill((gradient == 0) | (one == 0), 0.0)
-            for gradient, one in zip(gradients[1:], weights, strict=True)
+            (gradient / divisor).masked_fill((gradient == 0) | (divisor == 0), 0.0)
+            for gradient, divisor in zip(gradients[1:], weights, strict=True)
         ]
     if lengths is not None:  # on a GPU, lengths are not checked before
         by_weight = by_weight.masked_fill((lengths < 1) | (lengths > x.shape[-2]), torch.nan)
@@ -214,9 +215,9 @@ class _LogNorm(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        x, *others = ctx.saved_tensors[:4]
-        weight = x.new_ones(x.shape[:-2], dtype=torch.float64)
-        derivative = log_norm_second(weight, x, *others, *tangents[:3], ctx.log_params, False)[0]
+        operands = ctx.saved_tensors[:4]
+        weight = operands[0].new_ones(operands[0].shape[:-2], dtype=torch.float64)
+        derivative = log_norm_second(weight, *operands, *tangents[:3], ctx.log_params, False)[0]
         return derivative, None, None, None
 
 
@@ -258,8 +259,8 @@ class _Gradient(torch.autograd.Function):
 class _Second(Saving):
     """weight, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> derivative, *gradients.
 
-    The derivative of the log-partition along tangents [*B], whatever the weight; and of that times the weight the
-    gradients with respect to x, bulk and p0, which cannot be differentiated.
+    The derivative [*B] is that of the log-partition along the tangents, and does not depend on the weight. `gradients`
+    are those of `sum(weight * derivative)` with respect to x, bulk and p0, and cannot be differentiated.
     """
 
     @staticmethod
@@ -268,8 +269,8 @@ class _Second(Saving):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        if any(other is not None for other in others):
+    def backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(gradient is not None for gradient in of_gradients):
             raise RuntimeError(Final.refusal)
         _, *operands = ctx.saved_tensors[:5]
         tangents, needs = ctx.saved_tensors[5:], ctx.needs_input_grad
@@ -299,7 +300,7 @@ _TANGENTS = "Tensor? along_x, Tensor? along_bulk, Tensor? along_p0"
 log_norm = operator(
     f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments, int warm_up) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
-    _kept_shapes,
+    _output_shapes,
     _LogNorm,
     batched=1,
 )

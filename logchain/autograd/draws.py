@@ -19,7 +19,7 @@ from ..transitions import LOG
 from ..transitions.transition import pick
 from .best_paths import possible
 from .operator import mapped_first, operator
-from .scan import forward_messages
+from .scan import forward_messages, trace_back
 
 
 @torch.no_grad()
@@ -46,13 +46,8 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     values = [message.values for message in forward_messages(steps)]
     numbers = steps.layout.grouped(numbers.movedim(0, -1)).permute(2, 3, 0, 1)  # (v, count, g, m)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
-    path = [state]
-    for step in reversed(range(1, steps.v)):
-        before = steps.transition(step).draw(values[step - 1], state, numbers[step - 1])
-        inside = steps.inside(step)
-        state = before if inside is None else torch.where(inside[..., 0], before, state)
-        path.append(state)
-    drawn = torch.stack(path[::-1]).movedim(1, -1)  # (v, g, m, count)
+    path = trace_back(steps, state, lambda i, state: steps.transition(i).draw(values[i - 1], state, numbers[i - 1]))
+    drawn = torch.stack(path).movedim(1, -1)  # (v, g, m, count)
     weight = LOG.sum(values[-1], -1)[..., None]
     return possible(steps, drawn.permute(1, 2, 3, 0), weight).movedim(-2, 0)
 

@@ -26,8 +26,6 @@ from .dense_operators import log_norm_second
 from .log_partition import log_norm, posteriors
 from .operator import if_needed, operator
 
-Weights = tuple[Tensor, Tensor, Tensor]
-
 
 def entropy(operands: Operands) -> Tensor:
     """`log Z - E[log w(z)]` [*B] in float64, differentiable once; 0 where no path is possible.
@@ -49,9 +47,9 @@ def entropy(operands: Operands) -> Tensor:
     if operands.lengths is not None:
         inside = torch.arange(x.shape[-2], device=x.device) < operands.lengths[..., None]
         x = torch.where(inside[..., None], x, 0.0)
-    logs = [log_weights(one, operands.log_params, torch.float64) for one in (p0, *parameters)]
+    logs = [log_weights(weights, operands.log_params, torch.float64) for weights in (p0, *parameters)]
     # expected counts are per sequence
-    logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
+    logs = [log.expand(*batch, *log.shape[len(batch) :]) for log in logs]
     expanded = operands.of(x, *logs)._replace(log_params=True)
     total, counts = posteriors(expanded, (True,) * (2 + len(parameters)))
     mean = torch.zeros_like(total)
@@ -61,7 +59,7 @@ def entropy(operands: Operands) -> Tensor:
     return torch.where(total == -math.inf, 0.0, total - mean)
 
 
-def divergence(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
+def divergence(p: Sequence[Tensor], q: Sequence[Tensor], lengths: Tensor | None, log_params: bool) -> Tensor:
     """The divergence of the paths of p from those of q [*B] in float64; 0 where none is possible under p."""
     return _entropy(*p, *q, lengths, log_params)
 
@@ -97,20 +95,18 @@ class _Entropy(torch.autograd.Function):
         return (*if_needed(gradients, needs[:6]), None, None)
 
 
-def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
+def _gradients_of_q(
+    grad: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], lengths: Tensor | None, log_params: bool
+) -> list[Tensor]:
     """The posteriors under q less those under p, divided by the weights of q where these are not logarithms."""
     chains = (Operands(x, Dense(bulk), p0, lengths, log_params) for x, bulk, p0 in (p, q))
     under_p, under_q = (posteriors(chain, (True, True, True), grad)[1] for chain in chains)
-    by_x, by_p0, by_bulk = (one - other for one, other in zip(under_q, under_p, strict=True))
-    counts = by_x, by_bulk, by_p0
+    x, p0, bulk = (of_q - of_p for of_q, of_p in zip(under_q, under_p, strict=True))
     if log_params:
-        return counts
+        return [x, bulk, p0]
+    pairs = zip((bulk, p0), q[1:], strict=True)
     # 0 also where the weight is NaN past a sequence's end
-    weighted = (
-        torch.where((weight == 0) | (count == 0), 0.0, count / weight)
-        for count, weight in zip(counts[1:], q[1:], strict=True)
-    )
-    return counts[0], *weighted
+    return [x, *(torch.where((weight == 0) | (count == 0), 0.0, count / weight) for count, weight in pairs)]
 
 
 def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> tuple[Tensor, ...]:
@@ -120,15 +116,13 @@ def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> tuple
     return tuple(log.masked_fill((log == -torch.inf) | weights.isnan(), 0.0) for log, weights in finite)
 
 
-def _chains(operands: Sequence[Tensor]) -> list[Weights]:
+def _chains(operands: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """One chain, or two with matrices and initial weights expanded to the same shapes."""
-    x, bulk, p0, other_x, other_bulk, other_p0 = operands
-    if other_x is None:
-        return [(x, bulk, p0)]
-    shape = torch.broadcast_shapes(bulk.shape[:-2], other_bulk.shape[:-2])
-    bulk, other_bulk = (one.expand(*shape, *one.shape[-2:]) for one in (bulk, other_bulk))
-    p0, other_p0 = torch.broadcast_tensors(p0, other_p0)
-    return [(x, bulk, p0), (other_x, other_bulk, other_p0)]
+    p, q = (operands[0], operands[1], operands[2]), operands[3:]
+    if q[0] is None:
+        return [p]
+    matrices, starts = (torch.broadcast_tensors(*pair) for pair in zip(p[1:], q[1:], strict=True))
+    return [(p[0], matrices[0], starts[0]), (q[0], matrices[1], starts[1])]
 
 
 def _values(*args: Any) -> Tensor:

@@ -1,11 +1,10 @@
-"""The log-partition and the posteriors of chains of any transition, differentiable twice and once.
+"""The log-partition of chains of any transition, differentiable twice, and their posteriors, differentiable once.
 
-The operators of `dense_operators` compute dense matrices, also inside torch.compile and torch.func. All else is a
-`Schedule` of the Function `LogPartition`, with its derivatives `Posteriors` and `Covariances`: short chains, pieces
-with checkpoints, packed sequences, and structures. On a CPU products of factors, bands, arcs and durations have
-kernels; any other structure is scanned in log space. The gradients are posterior marginals, computed by a backward pass
-from the operands and all or some of the forward messages. Second derivatives are those of torch's autograd through the
-scan.
+The operators of `dense_operators` compute dense matrices, also inside torch.compile and torch.func. Short chains,
+pieces with checkpoints, packed sequences and structures are an `Algorithm` of the Function `LogPartition`, whose
+derivatives are `Posteriors` and `Covariances`. On a CPU products of factors, bands, arcs and durations have kernels;
+any other structure is scanned in log space. Gradients are posterior marginals, by a backward pass from the operands and
+all or some of the forward messages. Second derivatives are torch's, through the scan.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from ..arguments import has_values
 from ..internals import is_mapped, is_transformed
 from ..kernels.numbers import log_weights
 from ..kernels.structured import POSTERIORS, PRODUCT, Gradients
-from ..operands import Operands, is_blocks
+from ..operands import Operands
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
@@ -53,12 +52,12 @@ def log_norm(operands: Operands, schedule: choose.Schedule | None = None) -> Ten
     if operands.x.numel() == 0:  # no values, but a graph
         zeros = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
         return torch.stack(zeros).sum().expand(operands.x.shape[:-2])
-    if is_blocks(operands.transition.pattern):
+    if operands.is_blocks:
         return _of_blocks(operands)
     if not differentiable:
         return forward(operands, False)[0]
-    value = apply(LogPartition, _Whole(operands.skeleton()), *operands.tensors)
-    return value
+    result: Tensor = apply(LogPartition, _Whole(operands.skeleton()), *operands.tensors)
+    return result
 
 
 def _of_blocks(operands: Operands) -> Tensor:
@@ -81,8 +80,9 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     They are gradients, of its sum times a `weight` [*B] if there is one, with respect to x and to logarithms of p0 and
     parameters, of the dtype of the arithmetic, and differentiable once.
     """
-    direct = not (any(needs[2:]) and operands.takes_longer(POSTERIORS))
-    operands = operands.cheapest() if direct else operands
+    # matrices in place of a structure take gradients of parameters by autograd
+    by_matrices = any(needs[2:]) and operands.takes_longer(POSTERIORS)
+    operands = operands if by_matrices else operands.cheapest()
     operands = operands.of(*(tensor.to(operands.dtype) for tensor in operands.tensors))
     again = differentiated(*operands.tensors)
     if operands.is_dense and not operands.packed:
@@ -95,8 +95,7 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
             weight, *dense[:4], *saved, log_params, True, *by_operand, *schedule
         )
         return saved.log_norm, (states, starts, counts)
-    direct &= operands.x.numel() > 0 and not is_blocks(operands.transition.pattern)
-    if direct and not again:
+    if not (again or by_matrices or operands.x.numel() == 0 or operands.is_blocks):
         residuals = forward(operands, True)
         weight = torch.ones_like(residuals[0]) if weight is None else weight
         return residuals[0], backward(operands, residuals, weight, needs, by_log=True)
@@ -119,7 +118,7 @@ def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: 
     return value
 
 
-def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progress: bool = False) -> Tensor:
+def log_norm_in_pieces(operands: Operands, every: int, keep: bool, progress: bool) -> Tensor:
     """The log-partition [*B] in float64, with a checkpoint after each `every` steps; it can be differentiated once.
 
     `keep`: whether to save the checkpoints for a backward pass. `progress`: show a bar over the pieces of either pass.
@@ -129,16 +128,16 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
         raise NotImplementedError("memory_budget: expected None inside torch.compile; call product outside of it")
     if operands.x.numel() == 0 or not has_values(p0):
         return log_norm(operands.of(*(tensor.to(p0.device) for tensor in tensors)))
-    schedule = Checkpoints(operands, every, progress)
-    value: Tensor = apply(LogPartition, schedule, *tensors) if keep else schedule.forward(*tensors, keep=False)[0]
+    pieces = Checkpoints(operands, every, progress)
+    value: Tensor = apply(LogPartition, pieces, *tensors) if keep else pieces.forward(*tensors, keep=False)[0]
     return value
 
 
-class Schedule(Protocol):
-    """How a log-partition and its gradients are computed from some tensors."""
+class Algorithm(Protocol):
+    """How a log-partition and its gradients are computed from tensors."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The log-partition [*B] in separate memory, and what `gradients` needs besides the tensors."""
+        """The log-partition [*B] in new memory, and what `gradients` reads in addition to the tensors."""
 
     def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
         """The gradients of `sum(grad * log_norm)` with respect to the tensors that need one."""
@@ -148,64 +147,64 @@ class Schedule(Protocol):
 
 
 class LogPartition(torch.autograd.Function):
-    """schedule, *tensors -> log-partition."""
+    """algorithm, *tensors -> log-partition."""
 
     @staticmethod
-    def forward(ctx: Any, schedule: Schedule, *tensors: Tensor) -> Tensor:
-        ctx.schedule, ctx.choice = schedule, kernels.on_cpu()
-        value, saved = schedule.forward(*tensors)
+    def forward(ctx: Any, algorithm: Algorithm, *tensors: Tensor) -> Tensor:
+        ctx.algorithm, ctx.choice = algorithm, kernels.on_cpu()
+        value, saved = algorithm.forward(*tensors)
         ctx.save_for_backward(*tensors, *saved)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernels.check_forward_choice(ctx.choice, grad)
-        schedule, needs, saved = ctx.schedule, ctx.needs_input_grad[1:], ctx.saved_tensors
+        algorithm, needs, saved = ctx.algorithm, ctx.needs_input_grad[1:], ctx.saved_tensors
         tensors, residuals = saved[: len(needs)], saved[len(needs) :]
         if not is_plain((grad,)) and is_mapped():  # a batch of gradients
-            return None, *_by_scan(schedule, tensors, grad, needs)
+            return None, *_by_scan(algorithm, tensors, grad, needs)
         if torch.is_grad_enabled():
-            return None, *apply(Posteriors, schedule, needs, grad, *saved)
-        return None, *schedule.gradients(tensors, residuals, grad, needs)
+            return None, *apply(Posteriors, algorithm, needs, grad, *saved)
+        return None, *algorithm.gradients(tensors, residuals, grad, needs)
 
 
-def _by_scan(schedule: Schedule, tensors: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
+def _by_scan(algorithm: Algorithm, tensors: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         tensors = tensors if again else [tensor.detach().requires_grad_() for tensor in tensors]
         used = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-        gradients = iter(torch.autograd.grad(schedule.log_norm(*tensors), used, grad, create_graph=again))
+        gradients = iter(torch.autograd.grad(algorithm.log_norm(*tensors), used, grad, create_graph=again))
     return tuple(next(gradients) if need else None for need in needs)
 
 
 class Posteriors(torch.autograd.Function):
-    """schedule, needs, grad, *tensors, *saved -> the gradients of tensors, None for one that is not needed."""
+    """algorithm, needs, grad, *tensors, *saved -> the gradients of tensors, None for one that is not needed."""
 
     @staticmethod
-    def forward(ctx: Any, schedule: Schedule, needs: Needs, grad: Tensor, *args: Tensor) -> Results:
+    def forward(ctx: Any, algorithm: Algorithm, needs: Needs, grad: Tensor, *args: Tensor) -> Results:
         tensors, saved = args[: len(needs)], args[len(needs) :]
-        ctx.schedule, ctx.residuals = schedule, len(saved)
+        ctx.algorithm, ctx.residuals = algorithm, len(saved)
         ctx.save_for_backward(grad, *tensors)
         ctx.set_materialize_grads(False)
-        return schedule.gradients(tensors, saved, grad, needs)
+        return algorithm.gradients(tensors, saved, grad, needs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        second = apply(Covariances, ctx.schedule, *ctx.saved_tensors, *tangents)
+        second = apply(Covariances, ctx.algorithm, *ctx.saved_tensors, *tangents)
         return None, None, *second, *(None,) * ctx.residuals
 
 
 class Covariances(Final):
-    """schedule, grad, *tensors, *tangents -> the gradients of `sum(posteriors * tangents)` by grad and the tensors."""
+    """algorithm, grad, *tensors, *tangents -> the gradients of `sum(posteriors * tangents)` by grad and the tensors."""
 
     @staticmethod
-    def forward(schedule: Schedule, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def forward(algorithm: Algorithm, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         count = len(args) // 2
-        return second_derivatives(schedule.log_norm, args[:count], grad, args[count:])
+        return second_derivatives(algorithm.log_norm, args[:count], grad, args[count:])
 
 
 class _Short(NamedTuple):
-    """The sequential schedule of a short chain on a CPU, in one call of the C library whose arguments are cached."""
+    """The scan of a short chain on a CPU, in one call of the C library whose arguments are cached."""
 
     short: Any
     log_params: bool
@@ -235,8 +234,8 @@ class _Whole(NamedTuple):
     def gradients(self, tensors: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor, needs: Needs) -> Results:
         gradients = backward(self.skeleton.of(*tensors), saved, grad, needs)
         return tuple(
-            one.to(tensor.dtype) if need and one is not None else None
-            for one, tensor, need in zip_longest(gradients, tensors, needs)
+            gradient.to(tensor.dtype) if need and gradient is not None else None
+            for gradient, tensor, need in zip_longest(gradients, tensors, needs)
         )
 
     def log_norm(self, *tensors: Tensor) -> Tensor:
@@ -259,15 +258,10 @@ def forward(operands: Operands, keep: bool) -> tuple[Tensor, ...]:
         if saved is None:
             value = total(operands.steps()).contiguous()
             saved = value, torch.zeros_like(value, dtype=torch.bool)
-        elif len(chosen := _chosen(saved[1])):
+        elif len(chosen := saved[1].flatten().nonzero()[:, 0]):
             saved[0].view(-1)[chosen] = total(operands.selected(chosen).steps())
     report_chains(saved[1])
     return saved
-
-
-def _chosen(mask: Tensor) -> Tensor:
-    """The sequences in a mask [*B], as indices of the flattened batch."""
-    return mask.flatten().nonzero()[:, 0]
 
 
 def backward(
@@ -275,7 +269,7 @@ def backward(
 ) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; those of parameters are missing if none is needed."""
     if not has_values(operands.x):
-        return tuple(one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
+        return tuple(tensor.new_empty(tensor.shape, dtype=operands.dtype) for tensor in operands.tensors)
     with kernels.arithmetic_on(operands.x):
         if operands.packed:
             by_operand = needs[0], needs[2], needs[1]
@@ -286,26 +280,22 @@ def backward(
             gradients = operands.in_c("backward", saved, weight, needs, by_log)
         if gradients is None:
             return gradients_in_logarithms(operands, weight, by_log=by_log)
-        chosen = _chosen(saved[1] & (weight != 0))
+        chosen = (saved[1] & (weight != 0)).flatten().nonzero()[:, 0]
         if len(chosen):
             part = operands.selected(chosen)
-            more = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
-            _add(operands, gradients, more, chosen)
+            recomputed = gradients_in_logarithms(part, weight.reshape(-1)[chosen], by_log=by_log)
+            for into, term in zip(gradients, recomputed, strict=False):
+                if into is not None:
+                    index = operands.batch_index(into, chosen)
+                    _ = into.index_put_(index, term, accumulate=True) if index else into.add_(term.view(into.shape))
     return gradients
-
-
-def _add(operands: Operands, gradients: Gradients, more: Gradients, chosen: Tensor) -> None:
-    """Add the gradients of the chosen sequences to those of all."""
-    for into, part in zip(gradients, more, strict=False):
-        if into is not None and part is not None:
-            index = operands.batch_index(into, chosen)
-            _ = into.index_put_(index, part, accumulate=True) if index else into.add_(part.view(into.shape))
 
 
 def _logarithms(operands: Operands) -> Operands:
     """Operands of the chain's dtype whose parameters are logarithms, differentiable functions of the originals."""
     x, p0, *parameters = operands.tensors
     if not operands.log_params:
-        p0, *parameters = (log_weights(one, False, operands.dtype) for one in (p0, *parameters))
-    leaves = [one if one.requires_grad else one.detach().requires_grad_() for one in (x, p0, *parameters)]
+        p0, *parameters = (log_weights(weights, False, operands.dtype) for weights in (p0, *parameters))
+    tensors = x, p0, *parameters
+    leaves = [tensor if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors]
     return operands.of(*leaves)._replace(log_params=True)

@@ -1,6 +1,6 @@
-"""Gradients of log-partitions of structures by the scan in logarithms, in about sqrt(v) pieces of sqrt(v) steps.
+"""Gradients of log-partitions of structures by autograd through the scan, in about sqrt(v) pieces of sqrt(v) steps.
 
-The messages between pieces are stored, and those within a piece are computed again, with a graph.
+The messages between pieces are stored; those within a piece are computed again, with a graph.
 """
 
 import math
@@ -11,8 +11,8 @@ from torch import Tensor
 from ..kernels.numbers import log_weights
 from ..kernels.structured import Gradients
 from ..operands import Operands
-from ..transitions import LOG
-from .scan import Message, forward_messages
+from ..transitions import LINEAR, LOG
+from .scan import ScaledMessage, forward_messages
 
 
 def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
@@ -21,15 +21,14 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
     operands = _without(operands, weight == 0)
     if by_log and not operands.log_params:
         x, p0, *weights = operands.tensors
-        logs = [log_weights(one, False, torch.float64) for one in (p0, *weights)]
+        logs = [log_weights(values, False, torch.float64) for values in (p0, *weights)]
         operands = operands.of(x, *logs)._replace(log_params=True)
     # gradients of parameters that pieces share are summed in float64
     shared = [False, True, *(lead[-1] == 1 for lead in operands.transition.leads)]
-    kinds = [torch.float64 if one else dtype for one in shared]
-    into = [torch.zeros_like(tensor, dtype=kind) for tensor, kind in zip(operands.tensors, kinds, strict=True)]
-    totals = operands.of(*into)
+    pairs = zip(operands.tensors, shared, strict=True)
+    totals = operands.of(*(torch.zeros_like(a, dtype=torch.float64 if is_shared else dtype) for a, is_shared in pairs))
     every = math.isqrt(v) + 1
-    starts, entering = range(0, v, every), list[Message]()
+    starts, entering = range(0, v, every), list[ScaledMessage]()
     for start in starts[:-1]:
         steps = operands.part(start, start + every).steps(entered=start > 0)
         for message in forward_messages(steps, entering[-1] if entering else None):
@@ -41,11 +40,11 @@ def gradients(operands: Operands, weight: Tensor, *, by_log: bool) -> Gradients:
         adjoint = _add_piece(
             operands.part(start, stop), totals.part(start, stop), weight, adjoint, entering.pop() if start else None
         )
-    return tuple(total.to(dtype) for total in into)
+    return tuple(total.to(dtype) for total in totals.tensors)
 
 
 def _add_piece(
-    piece: Operands, into: Operands, weight: Tensor, adjoint: Tensor | None, entering: Message | None
+    piece: Operands, into: Operands, weight: Tensor, adjoint: Tensor | None, entering: ScaledMessage | None
 ) -> Tensor | None:
     """Add the gradients of a piece, by the adjoint of its last message (g, m, c); None: by that of the log-partition.
 
@@ -56,8 +55,8 @@ def _add_piece(
     with torch.enable_grad():
         steps = piece.of(*leaves).steps(entered=entering is not None)
         start = None if entering is None or message is None else entering._replace(values=message)
-        for each in forward_messages(steps, start):
-            last = each.values
+        for reached in forward_messages(steps, start):
+            last = reached.values
         output = LOG.sum(last, -1) if adjoint is None else last
         cotangent = steps.layout.grouped(weight.double()) if adjoint is None else adjoint
         sources = leaves if message is None else [*leaves, message]
@@ -70,12 +69,12 @@ def _add_piece(
 def _without(operands: Operands, unused: Tensor) -> Operands:
     """Operands with weights of 1 in sequences [*B] that are not used, whose values may be NaN."""
 
-    def of(tensor: Tensor, one: float) -> Tensor:
+    def filled(tensor: Tensor, weight: float) -> Tensor:
         axes = unused.dim()
         shared = [axis for axis in range(axes) if tensor.shape[axis] == 1]
         mask = unused.all(shared, keepdim=True) if shared else unused
-        return tensor.masked_fill(mask.view(*mask.shape, *(1,) * (tensor.dim() - axes)), one)
+        return tensor.masked_fill(mask.view(*mask.shape, *(1,) * (tensor.dim() - axes)), weight)
 
     x, *weights = operands.detached().tensors
-    one = 0.0 if operands.log_params else 1.0
-    return operands.of(of(x, 0.0), *(of(each, one) for each in weights))
+    unit = LOG.one if operands.log_params else LINEAR.one
+    return operands.of(filled(x, 0.0), *(filled(values, unit) for values in weights))

@@ -80,7 +80,7 @@ def _matrices(groups: Groups, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ungrouped(matrices: Tensor, order: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    """The matrices as a view of this shape, from memory whose axes lie in this order."""
+    """The matrices as a view of a shape whose axes are in this order in memory."""
     return matrices.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
 
 

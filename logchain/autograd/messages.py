@@ -15,14 +15,12 @@ from ..transitions.dense import Dense
 from .operator import Final, Saving, if_needed, operator
 from .scan import Steps, both_messages, filtered_messages
 
-Messages = tuple[Tensor, ...]
 
-
-def messages(operands: Operands) -> Messages:
+def messages(operands: Operands) -> tuple[Tensor, ...]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
-    They have the dtype of the arithmetic. Where gradients are needed the scan computes them, except in torch.compile,
-    which would take minutes for the operations of its steps.
+    They have the dtype of the arithmetic. With gradients the scan computes them, except in torch.compile, which would
+    take minutes for the operations of its steps.
     """
     with_gradients = differentiated(*operands.tensors) or (torch.is_grad_enabled() and is_transformed())
     if with_gradients and not (operands.is_dense and torch.compiler.is_compiling()):
@@ -36,23 +34,22 @@ def messages(operands: Operands) -> Messages:
         results = _messages(*operands.dense) if operands.is_dense else operands.in_c("messages")
     if results is None:
         return _by_scan(operands)
-    return tuple(each.to(operands.dtype) for each in results)
+    return tuple(result.to(operands.dtype) for result in results)
 
 
-def _by_scan(operands: Operands) -> Messages:
+def _by_scan(operands: Operands) -> tuple[Tensor, ...]:
     operands = operands.with_checked_lengths()
-    results = both_messages(operands.steps(), operands.lengths)
-    return tuple(each.to(operands.dtype).contiguous() for each in results)
+    return tuple(result.to(operands.dtype).contiguous() for result in both_messages(operands.steps()))
 
 
-def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Messages:
+def _of_dense(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, ...]:
     operands = Operands(x, Dense(bulk), p0, lengths, log_params)
     if x.numel() == 0:
         return _shapes(x, bulk, p0)
     return _in_c(operands) if kernels.in_c(x) else _by_scan(operands)
 
 
-def _in_c(operands: Operands) -> Messages:
+def _in_c(operands: Operands) -> tuple[Tensor, ...]:
     """The results for dense matrices on a CPU."""
     chain = operands.dense_chain()
     forward, backward = (chain.new(*operands.x.shape) for _ in range(2))
@@ -61,7 +58,7 @@ def _in_c(operands: Operands) -> Messages:
     return forward, backward, log_norm.to(chain.dtype).contiguous()
 
 
-def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> Messages:
+def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: object) -> tuple[Tensor, ...]:
     messages = x.new_empty(x.shape, dtype=arithmetic_dtype(x, bulk, p0))
     return messages, torch.empty_like(messages), messages.new_empty(x.shape[:-2])
 
@@ -81,13 +78,13 @@ class _Gradient(Final):
     refusal = "forward_backward: expected one derivative inside torch.compile, got a second"
 
 
-def _backward(*args: Any) -> Messages:
+def _backward(*args: Any) -> tuple[Tensor, ...]:
     along, operands, (lengths, log_params) = args[:3], args[3:6], args[6:]
     if operands[0].numel() == 0:
         return tuple(torch.zeros_like(operand) for operand in operands)
     with autograd_in_operators(), torch.enable_grad():
         leaves = x, bulk, p0 = [operand.detach().requires_grad_() for operand in operands]
-        outputs = both_messages(Steps(x, Dense(bulk), p0, lengths, log_params), lengths)
+        outputs = both_messages(Steps(x, Dense(bulk), p0, lengths, log_params))
         # the backward messages of a single variable are constant
         used = [pair for pair in zip(outputs, along, strict=True) if pair[0].requires_grad]
         tangents = [torch.where(output == -torch.inf, 0.0, tangent).double() for output, tangent in used]
@@ -111,7 +108,6 @@ def filtered(operands: Operands) -> tuple[Tensor, Tensor]:
     """Forward messages [*B, v, c] with sum 1, or 0 if impossible or after an end, and the log-partition [*B]."""
     results = None if differentiated(*operands.tensors) else operands.in_c("filtered")
     if results is None:
-        operands = operands.with_checked_lengths()
-        results = filtered_messages(operands.steps(), operands.lengths)
-    states, log_norm = (each.to(operands.dtype) for each in results)
+        results = filtered_messages(operands.with_checked_lengths().steps())
+    states, log_norm = (result.to(operands.dtype) for result in results)
     return states, log_norm

@@ -1,9 +1,9 @@
-"""Operators of torch in the namespace `logchain`: for `torch.compile`, `torch.export`, autograd and `torch.func`.
+"""Operators of torch in the namespace `logchain`, for `torch.compile`, `torch.export`, autograd and `torch.func`.
 
-Each operator has a schema, one implementation for all devices, one that makes outputs of the right shapes alone, the
-derivatives of an `autograd.Function`, and a rule for vmap. Transforms and tracers meet the registered operator, whose
-derivatives are the Function's at each level of `torch.func`, which torch's own `register_autograd` does not give. Where
-nothing traces or transforms, a call skips torch's dispatcher, which takes longer than a small chain.
+An operator has a schema, one implementation for all devices, one for the shapes of outputs, the derivatives of an
+`autograd.Function` and a rule for vmap. Transforms and tracers see the registered operator, which has the Function's
+derivatives at each level of `torch.func`; torch's `register_autograd` does not give these. Where nothing traces or
+transforms, a call skips torch's dispatcher, which takes longer than a small chain.
 """
 
 import re
@@ -29,7 +29,7 @@ _BROADCAST = {"bulk", "p0", "other_bulk", "other_p0", "a", "b"}
 
 
 class Saving(torch.autograd.Function):
-    """A Function that saves its tensors, which come first, for the backward pass; `ctx.options` are the others."""
+    """A Function that saves its tensors, which come first, for the backward pass; `ctx.options` are the rest."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -65,9 +65,9 @@ def operator(
     vmap: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Callable[..., Any]:
-    """The function that calls the operator `logchain::name(Tensor ...)`, now registered; autocast is off inside it.
+    """Registers the operator `logchain::name(Tensor ...)`, and returns a function that calls it, without autocast.
 
-    `shapes` makes outputs of the right shapes and dtypes, without values, from the same arguments. `function` has the
+    `shapes` maps the same arguments to outputs of the right shapes and dtypes, without values. `function` has the
     derivatives, if there are any. `gradients`: outputs are gradients of operands, which are empty if not needed.
     `batched`: the number of outputs that have batch axes, None for all. `vmap`: a rule for other outputs.
     """
@@ -183,11 +183,11 @@ def mapped_first(
 ) -> list[Tensor | None]:
     """The tensors with the mapped axis first, of size 1 for one that is not mapped if `broadcast`, else expanded."""
 
-    def of(tensor: Tensor, dim: int | None, one: bool) -> Tensor:
-        return tensor.expand(1 if one else size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    def moved(tensor: Tensor, dim: int | None, shared: bool) -> Tensor:
+        return tensor.expand(1 if shared else size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
     rows = zip(tensors, in_dims, broadcast or repeat(False), strict=False)
-    return [None if tensor is None else of(tensor, dim, one) for tensor, dim, one in rows]
+    return [None if tensor is None else moved(tensor, dim, shared) for tensor, dim, shared in rows]
 
 
 def mapped_axes(outputs: Sequence[Tensor], batched: int | None = None) -> tuple[int | None, ...]:

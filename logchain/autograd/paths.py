@@ -1,4 +1,4 @@
-"""The log-weight of a state path, by lookups and a sum, which torch's autograd differentiates."""
+"""The log-weight of a state path, by look-ups and a sum, which torch's autograd differentiates."""
 
 from collections.abc import Callable
 
@@ -25,9 +25,9 @@ def log_weight(
     impossible = states < 0 if inside is None else inside & (states < 0)
     states = states.clamp(min=0) if inside is None else torch.where(inside & (states >= 0), states, 0)
 
-    def read(values: Tensor, one: float) -> Tensor:
-        """Values of variables in float64; those after a sequence's end, which may be NaN, count as `one`."""
-        return values.double() if inside is None else torch.where(inside, values.double(), one)
+    def read(values: Tensor, padding: float) -> Tensor:
+        """Values of variables in float64, `padding` after a sequence's end, where they may be NaN."""
+        return values.double() if inside is None else torch.where(inside, values.double(), padding)
 
     start, pairs = look_up(p0.unsqueeze(-2), states[..., :1]), (states[..., :-1], states[..., 1:])
     if len(transition.parameters) == 1:  # only those on the paths are converted

@@ -1,12 +1,13 @@
 """Products of a stack of matrices in log space, as operators of torch.
 
-Only the stack is saved for the backward pass: it recomputes the partial products of the tree, and goes down the tree
-with their gradients in the memory of the result. A second derivative is torch's, through products by `autograd.matmul`
-in the same order.
+Only the stack is saved for the backward pass, which computes the partial products of the tree again, and their
+gradients down the tree in the memory of the result. A second derivative is torch's, through products by
+`autograd.matmul` in the same order.
 """
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,19 +21,11 @@ from .operator import Saving, operator
 
 
 def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
-    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites in eager mode.
-
-    Arguments have been checked.
-    """
+    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites in eager mode."""
     if inplace and is_plain((stack,)) and not stack.is_meta:
         with kernels.arithmetic_on(stack):
             return _forward(stack, False, inplace=True)
-    return _log_products(stack, False)
-
-
-def log_prefixes(stack: Tensor) -> Tensor:
-    """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
-    return _log_products(stack, True)
+    return log_products(stack, False)
 
 
 class _Products(Saving):
@@ -115,11 +108,8 @@ def _composed_product(nodes: Tensor) -> Tensor:
 
 def _composed_prefixes(stack: Tensor) -> Tensor:
     """The prefixes of stacks, both (g, s, c, c), one matrix after the other."""
-    first, *others = _no_gradient_at_zero(stack).unbind(1)
-    prefixes = [first]
-    for matrix in others:
-        prefixes.append(log_matmul(prefixes[-1], matrix))
-    return torch.stack(prefixes, 1)
+    prefixes = accumulate(_no_gradient_at_zero(stack).unbind(1), log_matmul)
+    return torch.stack(list(prefixes), 1)
 
 
 def _no_gradient_at_zero(logs: Tensor) -> Tensor:
@@ -127,7 +117,8 @@ def _no_gradient_at_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, -math.inf)
 
 
-_log_products: Callable[..., Tensor] = operator(
+# the product [..., c, c] of a stack [..., s, c, c] of logarithms, or those of the first 1 to s matrices [..., s, c, c]
+log_products: Callable[..., Tensor] = operator(
     "log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape, _Products
 )
 _log_products_backward: Callable[..., Tensor] = operator(

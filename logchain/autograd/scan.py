@@ -2,8 +2,8 @@
 
     a_0 = log p0 + x_0        a_i = apply(a_{i-1}) + x_i        total = sum of a_{v-1} over states
 
-Each message is held less its largest entry, with the sum of what was subtracted and that sum's rounding error. Of the
-second derivatives of a log-partition, those of dense matrices and of structures alike, this is the definition.
+A message is stored minus its largest entry; its scale is the sum of the entries that were subtracted, with the rounding
+error of that sum. Second derivatives of log-partitions are torch's, through this scan.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..internals import autograd_in_operators
 from ..kernels.chain import Layout
 from ..kernels.numbers import log_weights, probabilities, shifted, two_sum
+from ..tensors import with_axes
 from ..transitions.semiring import LOG, Semiring
 from ..transitions.transition import Transition
 
@@ -23,7 +24,7 @@ from ..transitions.transition import Transition
 Apply = Callable[[Transition, Tensor], Tensor]
 
 
-class Message(NamedTuple):
+class ScaledMessage(NamedTuple):
     """A message: logarithms `values` (g, m, c) with the largest 0, plus `scale` and its rounding `error` (g, m, 1)."""
 
     values: Tensor
@@ -57,16 +58,13 @@ class Steps:
     ) -> None:
         self.entered = int(entered)
         self.batch, self.v, self.device = x.shape[:-2], x.shape[-2], x.device
-        self.parameters = [
-            parameter[(None,) * (len(self.batch) + 1 + own - parameter.dim())]
-            for parameter, own in zip(transition.parameters, transition.own_axes, strict=True)
-        ]
+        self.parameters = transition.with_lead(x.dim() - 1).parameters
         self.layout = Layout.of_parameters(self.batch, self.parameters)
         self.shape = *self.layout.grid, x.shape[-1]
         self.ends = None if lengths is None else self.layout.grouped(lengths)[..., None]
         self.fresh = None if fresh is None else self.layout.grouped(fresh)[..., None]
         self._transition, self._log = transition, log_params
-        self._p0 = self.layout.grouped(p0[(None,) * (len(self.batch) + 1 - p0.dim())])
+        self._p0 = self.layout.grouped(with_axes(p0, x.dim() - 1))
         # all steps at once: a gradient through a look-up of each takes time quadratic in v
         self._x = self.layout.grouped(x).unbind(2)
         self._by_step = [self.layout.parameter(parameter).unbind() for parameter in self.parameters]
@@ -76,6 +74,10 @@ class Steps:
     def inside(self, step: int) -> Tensor | None:
         """Whether a sequence has a step (g, m, 1); None: all have."""
         return None if self.ends is None else self.ends > step
+
+    def unknown(self, ends: Tensor) -> Tensor:
+        """Which ends (g, m, 1) are out of range: on a GPU, lengths are not checked before."""
+        return (ends < 1) | (ends > self.v)
 
     def potential(self, step: int) -> Tensor:
         """x_i (g, m, c), 0 after a sequence's end."""
@@ -102,26 +104,28 @@ class Steps:
             logs.append(log_weights(weights, self._log, torch.float64))
         return self._transition.with_parameters(*logs)
 
-    def by_step(self, values: Sequence[Tensor]) -> Tensor:
-        """Values (g, m, c) of each step as `[*B, v, c]`."""
-        return self.layout.batched(torch.stack(list(values), 2))
 
-    def unused(self) -> Tensor:
-        """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""
-        return torch.stack([parameter.reshape(-1)[:0].sum().double() for parameter in self.parameters]).sum()
-
-
-def first(steps: Steps) -> Message:
+def first(steps: Steps) -> ScaledMessage:
     """The forward message of the first step."""
     weights, scale = shifted(steps.start())
     potential = steps.potential(0)
     # the largest x among possible first states
     _, shift = shifted(potential.masked_fill(weights == -math.inf, -math.inf))
     message, top = shifted(weights + (potential - shift))
-    return Message(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
+    return ScaledMessage(message, *two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top))
 
 
-def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Iterator[Message]:
+def trace_back(steps: Steps, state: Tensor, before: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    """The state (..., g, m) of each step, from the last one's; `before(i, states)` are those before step i."""
+    path = [state]
+    for step in reversed(range(1, steps.v)):
+        previous, inside = before(step, state), steps.inside(step)
+        state = previous if inside is None else torch.where(inside[..., 0], previous, state)
+        path.append(state)
+    return path[::-1]
+
+
+def messages(steps: Steps, apply: Apply, entering: ScaledMessage | None = None) -> Iterator[ScaledMessage]:
     """The forward message of each step; after a sequence's end, its last."""
     message = entering or first(steps)
     if entering is None:
@@ -130,7 +134,7 @@ def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Ite
         # the largest potential is taken out first: a sum is rounded by its own size
         potential, shift = shifted(steps.potential(step))
         inside, values = steps.inside(step), message.values
-        # what has ended may be NaN, which must not reach the gradients of matrices
+        # sequences that have ended may be NaN, which must not reach the gradients of matrices
         after = apply(steps.transition(step), values if inside is None else values.masked_fill(~inside, 0.0))
         if step == 0 and steps.fresh is not None:
             after = torch.where(steps.fresh, steps.start(), after)
@@ -138,16 +142,16 @@ def messages(steps: Steps, apply: Apply, entering: Message | None = None) -> Ite
         yield message
 
 
-def _next(last: Message, values: Tensor, shift: Tensor, inside: Tensor | None) -> Message:
+def _next(last: ScaledMessage, values: Tensor, shift: Tensor, inside: Tensor | None) -> ScaledMessage:
     """The message of `values` times `exp(shift)` and the scale of the last one, which stays where there is no step."""
     values, top = shifted(values)
     if inside is not None:
         values = torch.where(inside, values, last.values)
         shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
-    return Message(values, *two_sum(*two_sum(last.scale, last.error, shift), top))
+    return ScaledMessage(values, *two_sum(*two_sum(last.scale, last.error, shift), top))
 
 
-def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[Message]:
+def forward_messages(steps: Steps, entering: ScaledMessage | None = None) -> Iterator[ScaledMessage]:
     """The forward messages of log-partitions, see `messages`."""
     return messages(steps, lambda transition, message: transition.apply(message, LOG), entering)
 
@@ -155,7 +159,7 @@ def forward_messages(steps: Steps, entering: Message | None = None) -> Iterator[
 def backward_messages(steps: Steps) -> list[Tensor]:
     """The logarithms (g, m, c) of each step's backward message, 0 at and after a sequence's last step."""
     values = torch.zeros(steps.shape, dtype=torch.float64, device=steps.device)
-    message = Message(values, values[..., :1], values[..., :1])
+    message = ScaledMessage(values, values[..., :1], values[..., :1])
     logs = [values]
     for step in reversed(range(1, steps.v)):
         potential, shift = shifted(steps.potential(step))
@@ -165,39 +169,32 @@ def backward_messages(steps: Steps) -> list[Tensor]:
     return logs[::-1]
 
 
-def both_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def both_messages(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward messages [*B, v, c], -inf after a sequence's end, and the log-partition [*B].
 
     Entries that are -inf have gradient 0.
     """
-    messages, backward = list(forward_messages(steps)), backward_messages(steps)
-    forward, log_norm = [message.logs for message in messages], _sum(steps, messages[-1], LOG)
-    first, last = (_until_ends(steps, lengths, each, -math.inf) for each in (forward, backward))
-    first, last = (each.masked_fill(each == -math.inf, -math.inf) for each in (first, last))
-    return first, last, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
+    forward = list(forward_messages(steps))
+    messages = [message.logs for message in forward], backward_messages(steps)
+    first, last = (_until_ends(steps, values, -math.inf) for values in messages)
+    first, last = (values.masked_fill(values == -math.inf, -math.inf) for values in (first, last))
+    return first, last, _sum(steps, forward[-1], LOG)
 
 
-def filtered_messages(steps: Steps, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def filtered_messages(steps: Steps) -> tuple[Tensor, Tensor]:
     """Forward messages [*B, v, c] with sum 1, or 0 if impossible or after an end, and the log-partition [*B]."""
     messages = list(forward_messages(steps))
-    states = _until_ends(steps, lengths, [probabilities(message.values) for message in messages], 0.0)
-    log_norm = _sum(steps, messages[-1], LOG)
-    return states, log_norm if lengths is None else log_norm.masked_fill(_invalid(steps, lengths), math.nan)
+    states = _until_ends(steps, [probabilities(message.values) for message in messages], 0.0)
+    return states, _sum(steps, messages[-1], LOG)
 
 
-def _until_ends(steps: Steps, lengths: Tensor | None, values: Sequence[Tensor], nothing: float) -> Tensor:
-    """Values (g, m, c) of each step as [*B, v, c], `nothing` after a sequence's end."""
-    by_step = steps.by_step(values)
-    if lengths is None:
-        return by_step
-    inside = torch.arange(steps.v, device=steps.device)[:, None] < lengths[..., None, None]
-    invalid = _invalid(steps, lengths)[..., None, None]
-    return torch.where(inside, by_step, nothing).masked_fill(invalid, math.nan)
-
-
-def _invalid(steps: Steps, lengths: Tensor) -> Tensor:
-    """Which lengths [*B] are out of range: on a GPU, they are not checked before."""
-    return (lengths < 1) | (lengths > steps.v)
+def _until_ends(steps: Steps, values: Sequence[Tensor], padding: float) -> Tensor:
+    """Values (g, m, c) of each step as [*B, v, c], `padding` after a sequence's end."""
+    by_step, ends = torch.stack(list(values), 2), steps.ends
+    if ends is not None:
+        inside = torch.arange(steps.v, device=steps.device)[:, None] < ends[..., None]
+        by_step = torch.where(inside, by_step, padding).masked_fill(steps.unknown(ends)[..., None], math.nan)
+    return steps.layout.batched(by_step)
 
 
 def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
@@ -207,10 +204,14 @@ def total(steps: Steps, semiring: Semiring = LOG) -> Tensor:
     return _sum(steps, last, semiring)
 
 
-def _sum(steps: Steps, last: Message, semiring: Semiring) -> Tensor:
-    """The sum of a message [*B], on which all parameters have a gradient."""
+def _sum(steps: Steps, last: ScaledMessage, semiring: Semiring) -> Tensor:
+    """The sum of the last message [*B], NaN for a length out of range; all parameters have a gradient."""
     value = semiring.sum(last.values, -1) + last.error[..., 0] + last.scale[..., 0]
-    return steps.layout.batched(value) + (steps.unused() if value.requires_grad else 0.0)
+    if steps.ends is not None:
+        value = value.masked_fill(steps.unknown(steps.ends)[..., 0], math.nan)
+    if value.requires_grad:  # parameters without influence have gradients of 0
+        value = value + torch.stack([parameter.reshape(-1)[:0].sum().double() for parameter in steps.parameters]).sum()
+    return steps.layout.batched(value)
 
 
 def second_derivatives(
@@ -221,14 +222,13 @@ def second_derivatives(
 ) -> tuple[Tensor, ...]:
     """The gradients of `sum(gradient * tangents)` with respect to the weight and to the operands, without a graph.
 
-    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands.
-    Tangents of what is impossible have no influence, even if they are NaN.
+    `gradient` is that of `sum(weight * log_norm(*operands))` with respect to the operands. Tangents of
+    impossible states and transitions have no influence, even if they are NaN.
     """
     with autograd_in_operators(), torch.enable_grad():
         weight, *leaves = (tensor.detach().requires_grad_() for tensor in (weight, *operands))
         value = log_norm(*leaves)
         first = torch.autograd.grad(value, leaves, weight.to(value.dtype), create_graph=True)
-        used = [(one, tangent) for one, tangent in zip(first, tangents, strict=True) if tangent is not None]
-        outputs = [one for one, _ in used]
-        along = [torch.where((one == 0) & ~tangent.isfinite(), 0.0, tangent).to(one.dtype) for one, tangent in used]
-        return torch.autograd.grad(outputs, [weight, *leaves], along, materialize_grads=True)
+        pairs = [(output, tangent) for output, tangent in zip(first, tangents, strict=True) if tangent is not None]
+        along = [torch.where((a == 0) & ~tangent.isfinite(), 0.0, tangent).to(a.dtype) for a, tangent in pairs]
+        return torch.autograd.grad([a for a, _ in pairs], [weight, *leaves], along, materialize_grads=True)

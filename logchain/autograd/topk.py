@@ -22,7 +22,7 @@ from .best_paths import best_messages, dense_best_paths, possible
 from .paths import weight_of
 from .scan import Steps
 
-# the entries of dense matrices through which paths are found faster on a CPU than by the search
+# the most entries of dense matrices for which their paths take less time on a CPU than the search
 _ENTRIES = 2**21
 
 
@@ -47,7 +47,7 @@ def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
     """
     steps = operands.detached().steps()
     search = _Search(steps)
-    weights, paths = (torch.stack(each, 2) for each in zip(*(search.next() for _ in range(k)), strict=True))
+    weights, paths = (torch.stack(column, 2) for column in zip(*(search.next() for _ in range(k)), strict=True))
     best = weights[..., 0]
     return possible(steps, paths, weights), steps.layout.batched(best.isnan() | (best == math.inf))
 
@@ -83,13 +83,13 @@ class _Search:
         weight = torch.where(self._into == ends, weight, -math.inf)
         path = torch.zeros_like(weight, dtype=torch.int64)
         first = path, ends, torch.zeros_like(final, dtype=torch.bool), weight, state.expand_as(path)
-        self._sets = _Sets(*(each[:, :, None] for each in first))
+        self._sets = _Sets(*(field[:, :, None] for field in first))
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The weight (g, m) of the best candidate, -inf if there is none, and its path (g, m, v)."""
         weight, place = self._sets.weight.flatten(2).max(-1, keepdim=True)
         rank, position = place[..., None] // self.steps.v, place % self.steps.v
-        path, before, taken, _, states = (each.take_along_dim(rank, 2)[:, :, 0] for each in self._sets)
+        path, before, taken, _, states = (field.take_along_dim(rank, 2)[:, :, 0] for field in self._sets)
         shared, state = position + 1, states.gather(-1, position)
         visited = torch.zeros_like(taken).scatter_(-1, path.gather(-1, position), True)
         taken = torch.where(shared == before, taken, visited).scatter(-1, state, True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.numbers import relative_logs
 from .matmul import log_matmul
 from .paths import sum_of_logs
-from .products import log_product
+from .products import log_products
 
 
 def log_norm_by_tree(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
@@ -28,7 +28,7 @@ def log_norm_by_tree(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None
     p0, top_p0 = relative_logs(p0, -1, log=log_params)
     matrices = _plus(bulk, x[..., 1:, None, :]).expand(*batch, v - 1, c, c)
     start = _plus(p0, x[..., 0, :]).expand(*batch, c)[..., None, :]
-    last = log_matmul(log_matmul(start, log_product(matrices, inplace=False)), start.new_zeros(*batch, c, 1))
+    last = log_matmul(log_matmul(start, log_products(matrices, False)), start.new_zeros(*batch, c, 1))
     tops = top_x[..., 0], top_bulk[..., 0, 0].expand(*batch, v - 1), top_p0.expand(*batch, 1)
     return sum_of_logs(torch.cat([*tops, last[..., 0]], -1), exact=True)
 

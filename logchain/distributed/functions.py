@@ -1,4 +1,4 @@
-"""The functions of a chain whose variables are divided among ranks, each of which calls them with its own part."""
+"""The functions of a chain whose variables are divided among ranks, each of which calls them with its part."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,10 +45,10 @@ def product(
         gradient of one matrix for every step and of p0.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on a rank, which the message names, or differs between ranks. Values
-            of x, `bulk` and p0 are not compared.
-        RuntimeError: there is no group, or a rank did not answer within the timeout of the group; the others wait that
-            long too if one raises an error before it calls this function.
+        TypeError, ValueError: an argument is invalid on a rank, which the message names, or differs between ranks.
+            Values of x, `bulk` and p0 are not compared.
+        RuntimeError: there is no group, or a rank did not answer within the timeout of the group: if a rank raises an
+            error before it calls this function, the others wait that long.
 
     Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
     does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
@@ -80,8 +80,9 @@ def marginals(
     call = x, bulk, p0, group, log_params, lengths, one_matrix
     check, full = partial(check_choice, "transitions", transitions, (None, "sum", "full")), transitions == "full"
     part = Part("marginals", call, check, dtype=arithmetic_dtype, by_log=True, full=full, transitions=transitions)
-    log_norm, kept = part.forward(keep=True)
-    (states, counts, _), *_ = part.backward(log_norm, kept, part.zeros() + 1, (True, transitions is not None, False))
+    log_norm, residuals = part.forward(keep=True)
+    needs = True, transitions is not None, False
+    (states, counts, _), *_ = part.backward(log_norm, residuals, part.zeros() + 1, needs)
     if counts is not None and part.one_matrix:
         counts = part.ranks.total(counts).to(states.dtype)
     return Marginals(states, counts, part.batched(log_norm).to(states.dtype))
@@ -98,14 +99,14 @@ def entropy(
     """
     part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
     dtype, previous = arithmetic_dtype(x, bulk, p0), part.zeros()
-    log_norm, kept = part.forward(keep=True)
-    _, before, following = part.backward(log_norm, kept, torch.ones_like(log_norm))
+    log_norm, residuals = part.forward(keep=True)
+    _, before, following = part.backward(log_norm, residuals, torch.ones_like(log_norm))
     value = part.batched(previous)
-    if kept is not None:
+    if residuals is not None:
         (x, bulk, p0), lengths = part.operands, part.lengths
         x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
         if part.entered:
-            entering = kept.logs(0)
+            entering = residuals.logs(0)
             x, p0, lengths = part.with_previous(x, p0, part.batched(entering)[..., None, :])
             shares = torch.softmax(entering + before, -1)
             previous = -torch.special.xlogy(shares, shares).sum(-1)
@@ -162,13 +163,13 @@ def sample(
     """
     call = x, bulk, p0, group, log_params, lengths, one_matrix
     part = Part("sample", call, partial(check_draws, num_samples, generator, x), num_samples=num_samples)
-    _, kept = part.forward(keep=True)
+    _, residuals = part.forward(keep=True)
     seed, chain = torch.zeros((), dtype=torch.float64, device=x.device), part.chain
     if part.ranks.rank == 0:
         seed.random_(2**52, generator=generator)
     seed = part.ranks.total(seed)
     states = torch.empty(num_samples, *part.layout.grid, chain.v + part.entered, dtype=torch.int64, device=x.device)
-    if kept is not None:
+    if residuals is not None:
         after = part.states_after(num_samples)
         source = torch.Generator(x.device).manual_seed(int(seed) + part.ranks.rank)
         numbers = states.view(torch.float64).uniform_(generator=source)
@@ -177,7 +178,7 @@ def sample(
             ends = None if chain.ends is None else chain.ends + 1
             chain = replace(chain, x=chain.x[:1].expand(chain.v + 1, *chain.x.shape[1:]), ends=ends)
         with kernels.arithmetic_on(x):
-            kernels.module("sample", x).draw(chain, kept, states)
+            kernels.module("sample", x).draw(chain, residuals, states)
         part.ranks.exchange(-1, states[..., 0])
     return part.batched(states)[..., part.entered :].contiguous()
 
@@ -186,7 +187,7 @@ def log_prob(
     x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, *, group: Any = None, log_params: bool = False,
     lengths: Lengths | None = None, one_matrix: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the log posterior `[*S, *B]` in nats of given paths, as `logchain.log_prob` defines it.
+    """Returns the log posterior `[*S, *B]` in nats of paths, as `logchain.log_prob` defines it.
 
     `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
     and the cost are as of `distributed.product`.
@@ -208,14 +209,14 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Part, states: Tensor | None, *operands: Tensor) -> Tensor:
-        log_norm, kept = part.forward(keep=any(part.needs))
+        log_norm, residuals = part.forward(keep=any(part.needs))
         value, impossible = part.batched(log_norm), None
         if states is not None:
             weight = part.ranks.total(_path_weight(part, states, *operands))
             impossible = (weight == -torch.inf) & ~value.isnan()  # where -inf - (-inf) would be NaN
             value = torch.where(impossible, -torch.inf, weight - value)
-        ctx.part = part  # what is saved is freed after the backward pass
-        messages = (None,) * 3 if kept is None else (kept.messages, kept.recomputed, kept.bound)
+        ctx.part = part  # saved tensors are freed after the backward pass
+        messages = (None,) * 3 if residuals is None else (residuals.messages, residuals.recomputed, residuals.bound)
         ctx.save_for_backward(*operands, states, impossible, log_norm, *messages)
         return value.to(part.chain.dtype, copy=True)
 
@@ -225,7 +226,7 @@ class _Value(torch.autograd.Function):
 
 
 class _Gradients(Final):
-    """The gradients of x, bulk and p0 that are needed, from that of `_Value` and what it has saved."""
+    """part, needs, grad, *saved by `_Value` -> the gradients of x, bulk and p0, None for one that is not needed."""
 
     refusal = "logchain.distributed: expected one derivative, got a second; it needs the chain on one rank"
 
@@ -236,10 +237,10 @@ class _Gradients(Final):
         if states is not None:
             grad = grad.masked_fill(impossible, 0.0)
             weight = -grad.sum_to_size(operands[0].shape[:-2])
-        kept = None if messages is None else Kept(log_norm, messages, recomputed, part.entered, bound)
+        residuals = None if messages is None else Kept(log_norm, messages, recomputed, part.entered, bound)
         # of what ranks share, each computes its share if any of them needs the gradient
         computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
-        gradients, *_ = part.backward(log_norm, kept, part.layout.grouped(weight), computed)
+        gradients, *_ = part.backward(log_norm, residuals, part.layout.grouped(weight), computed)
         if states is not None:
             leaves = [operand.detach().requires_grad_() for operand in operands]
             with torch.enable_grad():

@@ -4,7 +4,7 @@
     backward    b_{r-1} = M_r b_r
 
 All ranks scan at once, from a guess: the neighbor scans a few of its steps from a uniform message and sends the result.
-A rank scans again if the true message, for which it would have waited, differs by more than rounding (Hilbert metric).
+A rank scans again if the neighbor's message, once it arrives, differs by more than rounding (Hilbert's metric).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from ..tensors import differentiated
 from ..transitions.dense import Dense
 from .ranks import Ranks
 
-# a guess takes this share of a part's steps, and at least so many
+# the steps of a guess: 1 in 32 of a part's, and at least 32
 _SHARE, _STEPS = 32, 32
 
 # the arguments of all functions: x, bulk, p0, group, log_params, lengths, one_matrix
@@ -130,26 +130,26 @@ class Part:
 
     def forward(self, keep: bool) -> tuple[Tensor, Kept | None]:
         """The log-partitions (g, m), the same on all ranks, and what `backward` reads, to `keep` if there is any."""
-        chain, kept, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
+        chain, residuals, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
         memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
 
         def scan(chain: Chain, entering: Tensor | None) -> Tensor:
-            nonlocal kept, scale
+            nonlocal residuals, scale
             message = None if entering is None else Message(entering, self.zeros(2).movedim(-1, 0))
             messages = memory if chain is self.chain else None
-            kept, leaving = kernels.forward(chain, message, keep=messages, leave=True)
+            residuals, leaving = kernels.forward(chain, message, keep=messages, leave=True)
             values: Tensor = leaving.values
             scale = leaving.scale
             return values
 
         self.carry(scan, partial(disagree, chain), self.reached)
         log_norm = self.ranks.exact_total(scale)
-        if kept is not None:
-            report_chains(kept.recomputed)
-        return log_norm, kept._replace(log_norm=log_norm) if kept is not None and keep else None
+        if residuals is not None:
+            report_chains(residuals.recomputed)
+        return log_norm, residuals._replace(log_norm=log_norm) if residuals is not None and keep else None
 
     def backward(
-        self, log_norm: Tensor, kept: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
+        self, log_norm: Tensor, residuals: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
     ) -> tuple[list[Any], Tensor, Tensor]:
         """Gradients of `sum(weight * log_norm)`, and backward messages (g, m, c) before this part and at its end."""
         x, bulk, p0 = self.operands
@@ -163,11 +163,11 @@ class Part:
         into_bulk = None if grad_bulk is None or not len(self.chain.bulk) else self.layout.matrices(grad_bulk)
 
         def scan(chain: Chain, following: Tensor | None) -> Tensor:
-            assert kept is not None
+            assert residuals is not None
             if chain is not self.chain:
-                of_window = kept._replace(messages=kept.messages[: chain.v + 1], log_norm=self.zeros())
+                of_window = residuals._replace(messages=residuals.messages[: chain.v + 1], log_norm=self.zeros())
                 return kernels.backward(chain, of_window, self.zeros() + 1, following, None, None)
-            before = kernels.backward(chain, kept, weight, following, into_x, into_bulk)
+            before = kernels.backward(chain, residuals, weight, following, into_x, into_bulk)
             if grad_p0 is not None and not self.entered:
                 grad_p0.copy_(self.layout.states(before).sum_to_size(p0.shape))
             return before if self.entered else self.zeros(chain.c)

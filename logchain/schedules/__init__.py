@@ -1,1 +1,1 @@
-"""In which order the steps of a chain are computed, and what that costs."""
+"""The order in which the steps of a chain are computed: segments and checkpoints."""

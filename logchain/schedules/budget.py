@@ -12,10 +12,10 @@ from .transfers import SLOTS, apart
 # bytes of a float64, the dtype of checkpoints and of all that enters or leaves a piece
 _WIDE = 8
 
-# float64 numbers that a sequence takes for a piece of any length: for each state, and besides
-_STATES, _BESIDES = 5, 24
+# float64 numbers that a sequence takes for a piece of any length: for each state, and in total
+_STATES, _FIXED = 5, 24
 
-# bytes that a sequence takes for each step on a GPU besides messages: levels of x, and what each is rounded up to
+# bytes that a sequence takes for each step on a GPU beyond messages: levels of x, and what each is rounded up to
 _GPU_STEP = 16
 
 # expected transitions on a GPU: products of messages that one program sums, and entries of all sums at most
@@ -26,9 +26,9 @@ _LONG, _MOVED = 2**10, 2**24
 
 
 def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = True) -> int | None:
-    """The number of steps between two checkpoints; None where all messages fit, so that none are needed.
+    """The number of steps between two checkpoints; None if all messages fit into the budget without any.
 
-    `keep`: with a backward pass. Raises ValueError, with the smallest budget, where nothing fits.
+    `keep`: whether a backward pass follows. Raises ValueError, with the smallest budget, if no number fits.
     """
     size = Sizes(x, bulk, p0, keep)
     if not size.apart and budget >= size.whole:
@@ -46,7 +46,7 @@ def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = 
 
 
 class Sizes:
-    """The sizes of operands, and the bytes that their messages take; `keep`: with a backward pass."""
+    """The sizes of operands, and the bytes that their messages take; `keep`: whether a backward pass follows."""
 
     def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = True) -> None:
         (self.g, self.m), (self.v, self.c) = Layout.of(x, bulk).grid, x.shape[-2:]
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def whole(self) -> int:
-        """Bytes that a chain takes without checkpoints: its messages, or less if they are not kept."""
+        """Bytes that a chain takes without checkpoints: its messages, or less if they are not stored."""
         if self.gpu:
             return self.checkpointed(self.v - 1)
         messages = self.v * self.g * self.m * (self.c + 1) * self.item
@@ -80,9 +80,9 @@ class Sizes:
         return checkpoints + steps * (step + self.copied + self.moved) + self.fixed + self._scratch(steps)
 
     def _scratch(self, steps: int) -> int:
-        """Bytes that the kernels take besides messages while they compute so many steps."""
+        """Bytes that the kernels take beyond messages while they compute `steps` steps."""
         g, m, c = self.g, self.m, self.c
-        values, matrices = g * m * (_STATES * c + _BESIDES), g * c**2
+        values, matrices = g * m * (_STATES * c + _FIXED), g * c**2
         if self.gpu:
             sums = min(_COUNTS, steps * m // _COUNTED * matrices)
             return _WIDE * (values + 9 * (g * m * c + matrices) + sums)

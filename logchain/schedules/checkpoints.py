@@ -1,16 +1,14 @@
-"""The log-partition of a chain in pieces, which keeps the forward messages between pieces alone: the checkpoints.
+"""The log-partition of a chain in pieces; only the forward messages between pieces are stored, the checkpoints.
 
-Forward, each piece maps the message that enters it to the one that leaves it. Backward, from the last piece to the
-first, the forward messages of a piece are computed again from its checkpoint, and the backward message that leaves the
-piece goes on to the one before.
+Forward, each piece maps the message before it to the message after it. Backward, from the last piece to the first, the
+forward messages of a piece are computed again from its checkpoint, and its backward message enters the piece before.
 
-The device of p0 computes. Operands that lie on the host are moved there a piece at a time, and their gradients back.
+The device of p0 computes. Operands on the host are moved there a piece at a time, and their gradients back.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 
 import torch
@@ -26,7 +24,7 @@ from .transfers import Gradient, pieces
 
 
 class Checkpoints:
-    """A `Schedule` for `autograd.LogPartition`: pieces of `every` transitions, of which the last has what is left."""
+    """An `Algorithm` of `autograd.log_partition`: pieces of `every` transitions, of which the last may have fewer."""
 
     def __init__(self, operands: Operands, every: int, progress: bool = False) -> None:
         self._skeleton, self._progress, last = operands.skeleton(), progress, operands.x.shape[-2] - 1
@@ -63,10 +61,14 @@ class Checkpoints:
         (x, p0, bulk), (log_norm, checkpoints) = operands, saved
         chain = self._skeleton.of(*operands).dense_chain()
         layout = chain.layout
+
+        def matrices(bulk: Tensor) -> Tensor:
+            return layout.matrices(bulk)[: len(chain.bulk)]
+
         weight, norms = layout.grouped(grad), layout.grouped(log_norm)
         of_x, of_bulk = (operand if need else None for operand, need in ((x, needs[0]), (bulk, needs[2])))
         into_x = Gradient(of_x, layout.steps_first, self._variables, x.dtype, p0.device)
-        into_bulk = Gradient(of_bulk, partial(_matrices, chain), self._transitions, chain.dtype, p0.device)
+        into_bulk = Gradient(of_bulk, matrices, self._transitions, chain.dtype, p0.device)
         messages = p0.new_empty(self._longest + 1, chain.g, chain.m, chain.c, dtype=chain.dtype)
         scale, following = torch.zeros(2, *norms.shape, dtype=torch.float64, device=p0.device), None
         with kernels.arithmetic_on(grad):
@@ -82,7 +84,7 @@ class Checkpoints:
         return into_x.whole(), grad_p0, into_bulk.whole()
 
     def log_norm(self, *operands: Tensor) -> Tensor:
-        """Raise, for a second derivative."""
+        """Raise the error of a second derivative."""
         raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
 
     def _pieces(
@@ -98,8 +100,3 @@ class Checkpoints:
             start, stop = self._variables[i]
             ends = None if chain.ends is None else (chain.ends - start).clamp(0 if i > 0 else 1, stop - start)
             yield i, replace(chain, x=x, bulk=bulk, ends=ends)
-
-
-def _matrices(chain: Chain, bulk: Tensor) -> Tensor:
-    matrices: Tensor = chain.layout.matrices(bulk)[: len(chain.bulk)]
-    return matrices

@@ -9,7 +9,6 @@ CPU: `python -m tests.benchmarks run schedules` measures that. Those of a GPU ha
 import math
 import re
 import warnings
-from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -22,11 +21,11 @@ from ..kernels.chain import FEW_STATES, arithmetic_dtype, has_idle_threads
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
 
-# so many segments, two or more, with a warm-up of so many steps
+# the number of segments, two or more, and the steps of their warm-up
 _NUMBERED = re.compile(r"segments:(?:[2-9]|[1-9][0-9]{1,5})(?::[1-9][0-9]{0,8})?")
 # names of former strategies, and what they mean now
 _FORMER = {"chunked": "segments", "overlapped": "segments", "meeting": "auto"}
-# the work of a sequence from which segments pay, in multiply-adds, and those that a state takes per step besides c; a
+# the multiply-adds of a sequence from which segments pay, and those that a state takes per step in addition to c; a
 # quarter of that pays with a matrix per step, each of which is read from memory
 _WORTH, _PER_STATE = 9 * 2**23, 32
 # states from which segments that share a matrix pay without idle threads, and such segments for each thread
@@ -51,9 +50,9 @@ SEQUENTIAL = Schedule()
 
 
 class Size(NamedTuple):
-    """The sizes that decide: n sequences of v variables and c states, in numbers of so many bytes.
+    """The sizes that decide: n sequences of v variables and c states, in numbers of `item` bytes.
 
-    `shared`: one matrix serves all steps.
+    `shared`: one matrix serves all steps. `lengths`: sequences have lengths.
     """
 
     n: int
@@ -136,33 +135,20 @@ def _on_gpu(size: Size) -> tuple[int, int, bool, str]:
     return *number, True, "one long sequence of few states"
 
 
-def check_strategy(strategy: object) -> str:
-    """The strategy by its name of today; raises for one that there is not."""
-    if isinstance(strategy, str):
-        name, *numbers = strategy.split(":")
-        if name in _FORMER:
-            _warn_of_former(name)
-            strategy = ":".join([_FORMER[name], *numbers])
-        if _NUMBERED.fullmatch(strategy):
-            return strategy
-    check_choice("strategy", strategy, get_args(Strategy))
-    return str(strategy)
-
-
-@cache
-def _warn_of_former(name: str) -> None:
-    now = _FORMER[name]
-    warnings.warn(f"strategy: {name!r} is now {now!r}; pass {now!r} or 'auto'", FutureWarning, stacklevel=5)
-
-
 def check_options(strategy: object, memory_budget: object, excluded: dict[str, bool]) -> str:
-    """The strategy; raises for arguments of a wrong kind, and for those that what is `excluded` has not."""
-    name = check_strategy(strategy)
+    """The strategy by its present name, after checks of both options and of arguments that are not for either."""
+    former, *numbers = strategy.split(":") if isinstance(strategy, str) else [""]
+    if former in _FORMER:
+        name = _FORMER[former]
+        warnings.warn(f"strategy: {former!r} is now {name!r}; pass {name!r} or 'auto'", FutureWarning, stacklevel=3)
+        strategy = ":".join([name, *numbers])
+    if not (isinstance(strategy, str) and _NUMBERED.fullmatch(strategy)):
+        check_choice("strategy", strategy, get_args(Strategy))
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", excluded)
-    if name not in ("auto", "sequential"):
+    if strategy not in ("auto", "sequential"):
         excluded = {**excluded, "memory_budget": memory_budget is not None}
         check_alone("strategy", strategy, "'auto' or 'sequential'", excluded)
-    return name
+    return str(strategy)

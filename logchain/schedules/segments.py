@@ -1,13 +1,15 @@
 """The log-partition of few long chains by segments of equal length that are computed side by side, after a short head.
 
-On a CPU, a uniform message after the last steps of a segment enters the next. Hilbert's metric
+On a CPU, a guess enters each segment but the first: a uniform message after the last steps of the segment before, the
+warm-up. Hilbert's metric
 
     d(a, e) = max log a/e - min log a/e       max and min over states; infinite where only one of a and e is 0
 
 is 0 for messages that differ by a factor alone, and no non-negative matrix makes it larger. If it is at most rounding
 between the message that leaves each segment and the one that entered the next, all messages are those of the chain, and
-log Z is the sum of the segments' scales. Segments where it is more are computed again from what arrives. Backward
-messages are warmed up and verified likewise. See "When a chain forgets" in the documentation for the proof.
+log Z is the sum of the segments' scales. Segments where it is more are computed again from the message that arrives.
+Backward messages are warmed up and verified likewise. Source: G. Birkhoff, "Extensions of Jentzsch's theorem", Trans.
+AMS 85 (1957).
 
 On a GPU, where nothing is read on the host, each segment is scanned from each of its states, which gives its product.
 These products are a short chain, whose forward messages enter the segments and whose backward messages follow them.
@@ -38,7 +40,7 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def saved_shapes(x: Tensor, v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of `messages`, which are empty unless they are to be kept, of `extra` and of `recomputed`."""
+    """The shapes of `messages`, which are empty unless `keep`, of `extra` and of `recomputed`."""
     count = min(segments, v - 1)
     following = (count + 1, g, m, c) if keep else (0,)
     return (v + count, g, m, c) if keep else (0,), following if kernels.on_gpu(x) else (1,), (count + 1, g * m)
@@ -55,7 +57,7 @@ def forward(chain: Chain, segments: int, warm_up: int, *, keep: bool) -> Saved:
         guesses, steps = _warmed_up(cut, warm_up)
         if steps > 0:
             log_norm = _in_segments(cut, guesses, messages, recomputed)
-        if steps == 0 or not (log_norm < torch.inf).all():  # what is not finite comes from a sequential scan
+        if steps == 0 or not (log_norm < torch.inf).all():  # NaN and +inf are those of a sequential scan
             memory = None if messages is None else messages[: chain.v]
             whole, steps = kernels.forward(chain, keep=memory)[0], 0
             log_norm, recomputed[0], recomputed[1:] = whole.log_norm, whole.recomputed, False
@@ -86,8 +88,8 @@ def backward(
 
     def before_segment(s: int, following: Tensor) -> Tensor:
         of_segment = cut.by_segment(of_segments, 1)[s].contiguous()
-        kept = Kept(log_norm, of_segment, flags[1 + s], True)
-        return kernels.backward(cut.segment(s), kept, weight, following, None, None)
+        scanned = Kept(log_norm, of_segment, flags[1 + s], True)
+        return kernels.backward(cut.segment(s), scanned, weight, following, None, None)
 
     if warm_up is None:
         before_segments(extra[1:])
@@ -108,9 +110,9 @@ def backward(
 
 
 def _warmed_up(cut: "Cut", warm_up: int) -> tuple[Tensor, int]:
-    """Logarithms of messages (count, g, m, c) after the last `warm_up` steps of each segment, from uniform ones.
+    """Logarithms of messages (count, g, m, c) after the last `warm_up` steps of each segment, from uniform messages.
 
-    `warm_up` 0: after the fewest steps that may do, which are returned, or 0 if there are none.
+    `warm_up` 0: the fewest steps that may suffice are searched. Returns their number too, 0 if there are none.
     """
     chain, device = cut.chain, cut.chain.x.device
     uniform = torch.zeros(cut.count, chain.g, chain.m, chain.c, dtype=torch.float64, device=device)
@@ -159,9 +161,9 @@ def _in_segments(cut: "Cut", guesses: Tensor, messages: Tensor | None, recompute
 def _verified(
     cut: "Cut", results: Tensor, guesses: Tensor, step: int, compute: Callable[[int, Tensor], Tensor]
 ) -> bool:
-    """Whether messages (count, g, m, c) that entered segments are the results of the segments `step` before, 1 or -1.
+    """Whether the guesses (count, g, m, c) that entered segments are the results of their neighbors, at s - `step`.
 
-    Where they are not, they are replaced, and the results of those segments computed from them.
+    Guesses that are not are replaced, and the results of their segments computed again.
     """
     source, target = (slice(None, -1), slice(1, None))[::step]
     if not (disagree(cut.chain, results[source], guesses[target]) & cut.reached[1:]).any():
@@ -178,7 +180,7 @@ def _verified(
 def disagree(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
     """Whether Hilbert's metric between logarithms of messages (..., c) with sum 1 exceeds their rounding.
 
-    That is what four steps may have by the contract of accuracy, and what the logarithms are rounded by in float64.
+    Their rounding is that of four steps by the contract of accuracy, and that of the logarithms in float64.
     """
     gap, rounding = a - b, 2 * torch.finfo(torch.float64).eps * a.abs()
     both_zero = (a == -torch.inf) & (b == -torch.inf)

@@ -1,7 +1,7 @@
 """Pieces of an operand on the device that computes, and the gradient of an operand from its pieces.
 
-Pieces of an operand on that device are views. Those on the host are copied through pinned memory on a CUDA stream for
-copies, while the device works on the piece before; pieces of the gradient go back likewise.
+Pieces of an operand on that device are views. Those of an operand on the host are copied through pinned memory on a
+separate CUDA stream, while the device computes the piece before; pieces of the gradient return likewise.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ def apart(tensor: Tensor, device: torch.device) -> bool:
 
 
 class Side:
-    """A CUDA stream for copies; all that needs a GPU is here."""
+    """A CUDA stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -120,7 +120,7 @@ class Gradient:
         return self._whole
 
     def _land(self, most: int) -> None:
-        """Wait for copies until at most so many are under way."""
+        """Wait for copies until at most `most` are under way."""
         while len(self._under_way) > most:
             copied, _, host, into = self._under_way.popleft()
             copied.synchronize()

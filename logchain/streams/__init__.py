@@ -1,1 +1,1 @@
-"""Chains of unbounded length, computed a piece at a time."""
+"""Chains of unbounded length, a piece at a time."""

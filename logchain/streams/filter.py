@@ -1,6 +1,6 @@
-"""The posteriors of a piece, filtered and smoothed with a lag, and the forward message that it leaves to the next one.
+"""The posteriors of a piece, filtered and smoothed with a lag, and the forward message after it.
 
-Dense matrices without gradients are computed by the kernels of chains, others by the differentiable scan.
+Dense matrices without gradients are computed by the kernels of chains, other pieces by the differentiable scan.
 """
 
 from functools import partial
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import has_values
-from ..autograd.scan import Message, Steps, forward_messages
+from ..autograd.scan import ScaledMessage, Steps, forward_messages
 from ..internals import between_graphs, tree_leaves
-from ..kernels import message as linear
 from ..kernels.chain import Chain
+from ..kernels.message import Message
 from ..kernels.numbers import probabilities, shifted
 from ..operands import check_signs
 from ..rescues import report_chains
@@ -26,15 +26,16 @@ from .piece import Piece, Window, after_each, mapped, scaled, selected
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
 
-# the message that leaves a piece; posteriors and messages of its variables, None for what is not wanted
-Results = tuple[Message, Tensor | None, Tensor | None]
+# the message after a piece; posteriors and messages of its variables, None for what is not wanted
+Results = tuple[ScaledMessage, Tensor | None, Tensor | None]
 
 
 @partial(between_graphs, reason="a stream is computed between graphs; logchain.product has one")
-def filtered(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
-    """The message with sum 1 that leaves a piece, with posteriors if there is a `dtype`, and messages if wanted.
+def filtered(piece: Piece, entering: ScaledMessage, dtype: torch.dtype | None, with_messages: bool) -> Results:
+    """The message with sum 1 after a piece, posteriors [*B, k, c] if there is a `dtype`, and messages if wanted.
 
-    Posteriors are 0, and messages [*B, k, c], logarithms up to a constant, -inf where a sequence has no variable.
+    Messages [*B, k, c] are logarithms up to a constant. Where a sequence has no variable, posteriors are 0 and messages
+    -inf.
     """
     x = piece.x
     if not piece.log_params:
@@ -67,21 +68,22 @@ def _joined(*parts: Results) -> Results:
     return leaving, posteriors, messages
 
 
-def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Results:
-    """The same for a piece in logarithms, step by step.
+def _by_scan(piece: Piece, entering: ScaledMessage, dtype: torch.dtype | None) -> Results:
+    """The results for a piece in logarithms, step by step.
 
     The scale is a constant to autograd, and so is the sum that a message is divided by: derivatives of both would
-    cancel, but for their rounding errors. `log_norm` has the gradient of the message.
+    cancel, up to rounding errors. `log_norm` has the gradient of the message.
     """
     fresh = None if piece.going else piece.fresh
     steps = Steps(piece.x, piece.transition, piece.p0, None, True, entered=True, fresh=fresh)
-    first = Message(*map(steps.layout.grouped, entering))
-    columns = [*map(steps.by_step, zip(first, *forward_messages(steps, first), strict=True))]  # [*B, k + 1, c or 1]
-    messages, leaving = columns[0][..., 1:, :], Message(*(column[..., -1, :] for column in columns))
+    first = ScaledMessage(*map(steps.layout.grouped, entering))
+    fields = zip(first, *forward_messages(steps, first), strict=True)
+    columns = [steps.layout.batched(torch.stack(field, 2)) for field in fields]  # [*B, k + 1, c or 1]
+    messages, leaving = columns[0][..., 1:, :], ScaledMessage(*(column[..., -1, :] for column in columns))
     if piece.counts is not None:
         messages = torch.where(piece.active()[..., None], messages, -torch.inf)
         index = piece.counts[..., None, None]
-        leaving = Message(*(column.take_along_dim(index, -2).squeeze(-2) for column in columns))
+        leaving = ScaledMessage(*(column.take_along_dim(index, -2).squeeze(-2) for column in columns))
     norm = LOG.sum(leaving.values.detach(), -1)[..., None]
     leaving = scaled(leaving, norm)._replace(values=leaving.values - norm.masked_fill(norm == -torch.inf, 0.0))
     if piece.counts is not None:
@@ -89,8 +91,8 @@ def _by_scan(piece: Piece, entering: Message, dtype: torch.dtype | None) -> Resu
     return leaving, None if dtype is None else probabilities(messages).to(dtype), messages
 
 
-def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with_messages: bool) -> Results:
-    """The same for a dense piece, which the message enters unless all sequences start."""
+def _by_kernels(piece: Piece, entering: ScaledMessage, dtype: torch.dtype | None, with_messages: bool) -> Results:
+    """The results for a dense piece, which the message enters unless all sequences start."""
     x, bulk, k = piece.x, piece.bulk, piece.x.shape[-2]
     if _in_place(piece):
         leaving, posteriors, messages = stretch.forward(piece, entering, dtype is not None, with_messages)
@@ -113,13 +115,13 @@ def _by_kernels(piece: Piece, entering: Message, dtype: torch.dtype | None, with
     return leaving, None if dtype is None else posteriors, messages
 
 
-def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
-    """The same as `stretch.forward`, by the kernels of any device; both posteriors and messages, if `wanted`."""
+def _by_any_kernels(piece: Piece, entering: ScaledMessage, wanted: bool) -> Results:
+    """The results of `stretch.forward` by the kernels of any device; posteriors and messages if `wanted`."""
     x, bulk = piece.x, piece.bulk
     chain = Chain.of(x, bulk, piece.p0, piece.counts, piece.log_params, stretch=True)
     layout = chain.layout
     values = layout.weights(entering.values).reshape(chain.g, chain.m, chain.c)
-    before = linear.Message(values, values.new_zeros(2, chain.g, chain.m))
+    before = Message(values, values.new_zeros(2, chain.g, chain.m))
     memory, posteriors, messages = chain.new(chain.v + 1, *values.shape) if wanted else None, None, None
     residuals, after = kernels.forward(chain, before, keep=memory, leave=True)
     report_chains(residuals.recomputed)
@@ -133,7 +135,7 @@ def _by_any_kernels(piece: Piece, entering: Message, wanted: bool) -> Results:
 
 
 def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> tuple[Tensor, Window]:
-    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece in logarithms, and the rest."""
+    """The posteriors [*B, m, c] of variables that `lag` more follow after a piece in logarithms, and the window."""
     axis, k, transition = piece.x.dim() - 2, piece.x.shape[-2], None
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> t
         return torch.cat([old, new], axis)
 
     if piece.name == "bulk_piece":
-        transition = piece.transition.map(lambda one: one.expand(*one.shape[:axis], k, *one.shape[axis + 1 :]))
+        transition = piece.transition.map(lambda a: a.expand(*a.shape[:axis], k, *a.shape[axis + 1 :]))
     window = Window(piece.x, messages, piece.linked(), transition)
     if before is not None:
         if before.transition is not None and transition is not None:
@@ -151,14 +153,14 @@ def passed(before: Window | None, piece: Piece, messages: Tensor, lag: int) -> t
         window = mapped(joined, before, window)
     ready = max(0, window.x.shape[axis] - lag)
     # copied so that the memory of those before is free
-    rest = mapped(lambda one: one.narrow(axis, ready, one.shape[axis] - ready).clone(), window)
+    rest = mapped(lambda a: a.narrow(axis, ready, a.shape[axis] - ready).clone(), window)
     return smoothed(window, piece.transition, ready, lag), rest
 
 
 def smoothed(window: Window, transition: Transition | None, ready: int, lag: int) -> Tensor:
-    """The posteriors [*B, ready, c] of the first states, given up to `lag` more variables; 0 for no variable.
+    """The posteriors [*B, ready, c] of the first states, conditional on up to `lag` more variables; 0 for no variable.
 
-    Their backward messages pass `lag` steps at once. `transition` is that of the stream, not read where it has none.
+    Backward messages of all of them pass `lag` steps at once. `transition` is that of the stream, if it has one.
     """
     n, transition = window.x.shape[-2], window.transition or transition
     assert transition is not None
@@ -176,13 +178,9 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 
 def _check_alike(old: Transition, new: Transition) -> None:
-    """Raise for structures that differ in more than leading axes and values of parameters, which are concatenated."""
-    was, now = (tree_leaves([type(one), one.pattern or vars(one.with_parameters()), _sizes(one)]) for one in (old, new))
+    """Raise for structures that cannot be concatenated: all but leading axes and values of parameters must be equal."""
+    was, now = (tree_leaves([type(a), a.pattern or vars(a.with_parameters()), a.own_sizes]) for a in (old, new))
     pairs = zip(was, now, strict=False)
     if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
         raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
-
-
-def _sizes(one: Transition) -> list[torch.Size]:
-    return [parameter.shape[len(lead) :] for parameter, lead in zip(one.parameters, one.leads, strict=True)]

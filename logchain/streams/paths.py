@@ -1,8 +1,8 @@
 """The best path of an unbounded chain, by on-line Viterbi decoding.
 
-For each state of the last variable the best path that ends in it is a survivor. Once all survivors go through the same
-state of a variable, the states up to there are final, and only the later ones are held. Where a sequence ends or
-starts again, the path to its best last state alone survives; states of an impossible sequence are -1.
+For each state of the last variable the best path that ends in it is a survivor. Once all survivors pass the same state
+of a variable, the states up to there are final, and only later ones are stored. Where a sequence ends or starts again,
+only the path to its best last state survives; states of an impossible sequence are -1.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..kernels.numbers import shifted
 from ..transitions.dense import Dense
 from .piece import Piece, Survivors, best_for_each
 
-# log-potentials of chains to each state, in memory at a time
+# the most log-potentials of chains to each state that are in memory at a time
 _TERMS = 2**20
 
 # the most states, and the fewest steps, for which one compiled Viterbi to each state is faster than torch step by step
@@ -57,7 +57,7 @@ def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `_stepwise` where every sequence goes on and has all variables, by one Viterbi for each last state.
+    """The results of `_stepwise` by a Viterbi scan for each last state, if all sequences go on and have all variables.
 
     For each state there is a copy of the chain whose other last states are forbidden.
     """

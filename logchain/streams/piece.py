@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_has_values, check_tensor, check_values, has_values
-from ..autograd.scan import Message
+from ..autograd.scan import ScaledMessage
 from ..internals import is_mapped, takes_forward_derivatives
 from ..kernels.numbers import log_weights, two_sum
 from ..kernels.weights import Weights, check_weights
@@ -23,9 +24,9 @@ from ..transitions.dense import Dense
 class Piece:
     """k variables of a chain that a message enters; leading axes of transition and p0 may be missing.
 
-    `name`: "bulk" if the transition is the stream's, "bulk_piece" if it is that of the piece. `counts`: the number of
-    variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: none is.
-    `starting`: all are known to be, and to have a variable.
+    `name`: the argument that is the transition, the stream's "bulk" or the piece's "bulk_piece". `counts`: the number
+    of variables of each sequence; None if all have k. `fresh`: sequences without an earlier variable. `going`: no
+    sequence is fresh. `starting`: all are known to be fresh, and to have a variable.
     """
 
     x: Tensor  # [*B, k, c]
@@ -70,10 +71,10 @@ class Piece:
         return [linked.sum_to_size(lead).bool() for lead in self.transition.leads]
 
     def masked(self) -> Transition:
-        """The transition; where it is that of the piece, with 0 in steps that no sequence uses, which may be NaN."""
+        """The transition; that of a piece with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
-        columns = zip(self.used(), self.transition.parameters, self.transition.own_axes, strict=True)
+        columns = zip(self.used(), self.transition.parameters, self.transition.own, strict=True)
         weights = [torch.where(used[(..., *(None,) * own)], weights, 0.0) for used, weights, own in columns]
         return self.transition.with_parameters(*weights)
 
@@ -99,7 +100,7 @@ class Piece:
 
 
 class Window(NamedTuple):
-    """The last n variables, which fewer than `lag` follow, with forward `messages`, -inf for what is no variable.
+    """The last n variables, which fewer than `lag` follow, with forward `messages`, -inf where there is no variable.
 
     `linked`: which have a variable before them. `transition` leads into each; None where the stream has one for all.
     """
@@ -114,7 +115,7 @@ class Survivors(NamedTuple):
     """The best path to each last state, its log-weight, and which variables are a sequence's first."""
 
     message: Tensor  # [*B, c], the largest 0
-    paths: Tensor  # int32 [*B, n, c], -1 for what is no variable of its sequence
+    paths: Tensor  # int32 [*B, n, c], -1 where a sequence has no variable
     starts: Tensor  # [*B, n]
 
     def best(self) -> Tensor:
@@ -129,17 +130,17 @@ class Survivors(NamedTuple):
 
 
 # the fields that are named tuples
-_PARTS = {"message": Message, "window": Window, "survivors": Survivors}
+_PARTS = {"message": ScaledMessage, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """What the next piece depends on; `window` and `survivors` are None where no lag and no best path need them.
+    """The state of a stream between pieces; `window` is None without a lag, `survivors` without best paths.
 
     `message` [*B, c] has sum 1; it is -inf before the first variable, and if impossible. `fresh` [*B]: no variable yet.
-    `over` [*B]: ended. `running`: all are known to go on, without looking at values. `double`: an operand was float64.
+    `over` [*B]: ended. `running`: all are known to go on, without a look at values. `double`: an operand was float64.
     """
 
-    message: Message
+    message: ScaledMessage
     fresh: Tensor
     over: Tensor
     running: bool
@@ -152,7 +153,7 @@ class State(NamedTuple):
         """The state before the first variable of a batch like x."""
         over, survivors = x.new_zeros(x.shape[:-2], dtype=torch.bool), None
         zero = x.new_zeros((*over.shape, 1), dtype=torch.float64)
-        message = Message(x.new_full((*over.shape, x.shape[-1]), -torch.inf, dtype=torch.float64), zero, zero)
+        message = ScaledMessage(x.new_full((*over.shape, x.shape[-1]), -torch.inf, dtype=torch.float64), zero, zero)
         if viterbi:
             paths = x.new_zeros((*over.shape, 0, x.shape[-1]), dtype=torch.int32)
             survivors = Survivors(message.values, paths, over[..., None][..., :0])
@@ -171,7 +172,7 @@ class State(NamedTuple):
         starting = not going and counts is None and readable and bool(self.fresh.all())
         return Piece(x, transition, p0, name, counts, self.fresh, going, starting, log_params)
 
-    def after(self, piece: Piece, message: Message, ends: Tensor | None) -> "State":
+    def after(self, piece: Piece, message: ScaledMessage, ends: Tensor | None) -> "State":
         """The state after a piece that leaves a message, of lengths `ends` [*B], with the same window and survivors."""
         k, counts, over = piece.x.shape[-2], piece.counts, self.over
         if ends is not None:
@@ -193,7 +194,7 @@ class State(NamedTuple):
         return detached
 
     def plain(self) -> dict[str, Any]:
-        """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
+        """A copy as dictionaries of tensors, bools and None, and of the window's structure if there is one."""
         fields: dict[str, Any] = mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
         fields |= {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
         if self.window is not None and isinstance(self.window.transition, Dense):
@@ -202,7 +203,7 @@ class State(NamedTuple):
 
     @classmethod
     def of_plain(cls, fields: dict[str, Any]) -> "State":
-        """The state that `plain` has made dictionaries of."""
+        """The state from the result of `plain`."""
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
         if "window" in parts and isinstance(parts["window"].transition, Tensor):
             parts["window"] = parts["window"]._replace(transition=Dense(parts["window"].transition))
@@ -220,7 +221,7 @@ def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool)
         raise ValueError(f"{name}: expected {c} states, got {transition} of {transition.states}")
     if viterbi:
         check_products(transition, name)
-    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+    for parameter, own in zip(transition.parameters, transition.own, strict=True):
         check_tensor(name, parameter, own, like=like)
         lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
         if sizes != (matrix or sizes) or lead[-1:] not in ((), (1,), (k,)):
@@ -233,7 +234,7 @@ def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool)
 def checked_transition(
     x: Tensor, bulk_piece: Tensor | Transition | None, bulk: Transition | None, p0: Tensor, before: Any, viterbi: bool
 ) -> tuple[str, Transition]:
-    """The transition of a piece, and its name; raises for a piece that does not follow those of a batch `before`."""
+    """The transition of a piece, and its name, after checks; `before` is the batch of earlier pieces, if any."""
     if not torch.compiler.is_compiling():
         if is_mapped():
             raise NotImplementedError("Stream: expected no torch.vmap around update; make its axis one of the batch")
@@ -251,9 +252,9 @@ def checked_transition(
         raise ValueError(f"bulk_piece: expected {expected} bulk for all pieces")
     name = "bulk" if bulk_piece is None else "bulk_piece"
     transition = bulk or as_transition(name, bulk_piece, k, x, viterbi)
-    parameters = zip((name,) * len(transition.parameters), transition.parameters, transition.own_axes, strict=True)
-    for argument, value, own in (("p0", p0, 0), *parameters):
-        lead = value.shape[: max(0, value.dim() - own - 1)]
+    parameters = zip(repeat(name), transition.parameters, transition.leads, strict=False)
+    for argument, value, lead in (("p0", p0, p0.shape), *parameters):
+        lead = lead[:-1]
         pairs = zip(lead[::-1], batch[::-1], strict=False)
         if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
             expected = f"leading axes of 1 or as in {list(batch)} to go with x_piece {list(x.shape)}"
@@ -262,10 +263,8 @@ def checked_transition(
 
 
 def in_logs(transition: Transition, lead: int, log_params: bool) -> Transition:
-    """The transition with float64 logarithms of parameters, which have so many leading axes."""
-    columns = zip(transition.parameters, transition.own_axes, strict=True)
-    logs = [log_weights(one, log_params, torch.float64)[(None,) * (lead + own - one.dim())] for one, own in columns]
-    return transition.with_parameters(*logs)
+    """The transition with float64 logarithms of parameters, which have `lead` leading axes."""
+    return transition.with_lead(lead).map(lambda weights: log_weights(weights, log_params, torch.float64))
 
 
 def after_each(transition: Transition, messages: Tensor) -> Tensor:
@@ -276,7 +275,7 @@ def after_each(transition: Transition, messages: Tensor) -> Tensor:
     return transition.map(lambda parameter: parameter.squeeze(axis)).apply(messages, LOG)
 
 
-def log_norm(message: Message) -> Tensor:
+def log_norm(message: ScaledMessage) -> Tensor:
     """The log-partition [*B] of a message with sum 1, with the gradient that the logarithm of its sum has."""
     values, scale, error = message
     total = (scale + error)[..., 0]
@@ -286,23 +285,23 @@ def log_norm(message: Message) -> Tensor:
     return total + torch.where(norm == -torch.inf, 0.0, norm - norm.detach())
 
 
-def scaled(message: Message, term: Tensor) -> Message:
+def scaled(message: ScaledMessage, term: Tensor) -> ScaledMessage:
     """The message with a term [*B, 1] added to its scale; an infinite scale has no rounding error."""
     scale, error = two_sum(message.scale, message.error, term)
     return message._replace(scale=scale, error=error.where(scale.isfinite(), 0.0))
 
 
-def selected(mask: Tensor, message: Message, other: Message) -> Message:
+def selected(mask: Tensor, message: ScaledMessage, other: ScaledMessage) -> ScaledMessage:
     """The message for the sequences in a mask [*B], and the other one for the rest."""
-    return Message(*(torch.where(mask[..., None], *pair) for pair in zip(message, other, strict=True)))
+    return ScaledMessage(*(torch.where(mask[..., None], *pair) for pair in zip(message, other, strict=True)))
 
 
 def mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
-    """A value with `function(*tensors)` of each tensor in it and in others, also in tuples and parameters."""
+    """The value with `function(*tensors)` for each of its tensors and those in its place in `others`."""
     if isinstance(value, Tensor):
         return function(value, *others)
     if isinstance(value, Transition):
-        columns = zip(value.parameters, *(other.parameters for other in others), strict=True)
+        columns = zip(*(structure.parameters for structure in (value, *others)), strict=True)
         return value.with_parameters(*(function(*column) for column in columns))
     if isinstance(value, tuple):
         return type(value)(*(mapped(function, *column) for column in zip(value, *others, strict=True)))

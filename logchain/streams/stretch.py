@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.scan import Message
+from ..autograd.scan import ScaledMessage
 from ..kernels.chain import Chain, Layout, arithmetic_dtype
 from ..kernels.message import Kept
 from ..rescues import report_chains
@@ -14,7 +14,7 @@ from .piece import Piece, selected
 
 
 def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, entered: bool = True) -> Any:
-    """The `kernels.cpu.template.Stretch` of pieces with these shapes and strides, of the dtype of the arithmetic."""
+    """The `kernels.cpu.template.Stretch` of pieces with these shapes and strides."""
     chain = Chain.of(x, bulk, p0, None, log_params, stretch=True)
     return kernels.load("cpu.template").Stretch(chain, entered=entered)
 
@@ -49,18 +49,18 @@ def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message
 
 
 def forward(
-    piece: Piece, entering: Message, with_posteriors: bool, with_messages: bool
-) -> tuple[Message, Tensor | None, Tensor | None]:
-    """The message that leaves a piece; posteriors in the dtype of the arithmetic, and messages, if wanted.
+    piece: Piece, entering: ScaledMessage, with_posteriors: bool, with_messages: bool
+) -> tuple[ScaledMessage, Tensor | None, Tensor | None]:
+    """The message after a piece; posteriors in the dtype of the arithmetic, and messages, if wanted.
 
-    `entering` enters the piece, unless all sequences start there.
+    `entering` is the message before the piece, which is not read if all sequences start there.
     """
     dtype = arithmetic_dtype(piece.x, piece.bulk, piece.p0)
     x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (piece.x, piece.bulk, piece.p0))
     x, entered = x if x.stride(-1) == 1 else x.contiguous(), piece.going
     if not entered and bulk.shape[-3] > 1:
         bulk = bulk[..., 1:, :, :]
-    layout, places = Layout.of(x, bulk), [(one.shape, one.stride()) for one in (x, bulk, p0)]
+    layout, places = Layout.of(x, bulk), [(operand.shape, operand.stride()) for operand in (x, bulk, p0)]
     key = "stretch", *places, dtype, piece.log_params, entered, torch.get_num_threads()
     stretch = kernels.load("cpu.template").cached(
         key, lambda: stretch_of(x, bulk, p0, piece.log_params, entered=entered)
@@ -73,7 +73,7 @@ def forward(
     after, count = stretch.forward(
         x, bulk, entering, p0=start, ends=ends, messages=linear, recomputed=recomputed, shares=posteriors
     )
-    leaving, messages = Message(*after), None
+    leaving, messages = ScaledMessage(*after), None
     report_chains(count)
     if linear is not None:
         messages = Kept(leaving.scale, linear, recomputed).logs(slice(int(entered), None))

@@ -192,9 +192,9 @@ class Duration(Transition):
         return ChainArguments(potentials, self.with_parameters(*parameters), weights, True, ends, cu_seqlens)
 
     def _check_signs(self, **weights: Tensor) -> None:
-        """Raise on a CPU for one of these weights below 0, or in parameters that serve all steps."""
+        """Raise on a CPU for a weight below 0 among these, or in parameters that serve all steps."""
         columns = zip(self.names, self.parameters, self.leads, strict=True)
-        weights = {name: one for name, one, lead in columns if lead[-1:] in ((), (1,))} | weights
+        weights = {name: parameter for name, parameter, lead in columns if lead[-1:] in ((), (1,))} | weights
         if is_readable(*weights.values()):
             check_weights(*starmap(Weights, weights.items()))
 
@@ -319,7 +319,7 @@ class _TransposedDuration(Transposed):
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
-    """Entries (..., c), each so many times, as (..., c times); fast, in new memory, unless they need a gradient."""
+    """Entries (..., c), each repeated, as (..., c times); fast, in new memory, unless they need a gradient."""
     if differentiated(x) or not is_plain((x,)):
         return x.repeat_interleave(times, -1)
     repeated = in_large_pages(x.new_empty(*x.shape[:-1], x.shape[-1] * times))

@@ -15,7 +15,7 @@ class LowRank(Product):
     Args:
         left: weights `[*B or ones, v-1 or 1, c, r]`, or `[c, r]`, from states to components.
         right: weights `[..., c, r]`, from components to states: `right[j, k]` leads from component k to state j.
-        diagonal: weights `[..., c]` with which a state stays, besides.
+        diagonal: weights `[..., c]` with which a state stays, added to those of the components.
 
     With `log_params` all are logarithms. Entries are sums over components, so that there is no best path through them:
     `viterbi` and `topk_paths` raise TypeError, and `entropy` takes the dense matrix.
@@ -62,7 +62,7 @@ class LowRank(Product):
 
     @property
     def diagonal(self) -> Tensor | None:
-        """The weights with which a state stays `[..., c]`, besides."""
+        """The weights with which a state stays `[..., c]`, or None."""
         return self.parameters[2] if self.pattern.diagonal else None
 
     @property

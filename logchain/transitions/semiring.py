@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..autograd.matmul import broadcast_log_matmul
 
-# terms of a product of matrices that are in memory at a time
+# the most terms of a product of matrices that are in memory at a time
 TERMS = 2**20
 
 
@@ -62,7 +62,7 @@ class Semiring:
         return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
 
     def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """Sums along an axis, which the result has not."""
+        """Sums over an axis, which is removed."""
         empty = (terms == self.zero).all(dim)
         return self.reduce(terms.masked_fill(empty.unsqueeze(dim), self.one), dim).masked_fill(empty, self.zero)
 
@@ -129,7 +129,7 @@ class _Max(Semiring):
 
 
 class _Best(Semiring):
-    """The same for messages with labels: the sum has the label of the largest entry, and of equals the largest label.
+    """Maxima of logarithms with labels: of equal logarithms, the largest label.
 
     Messages are complex numbers, a logarithm and its label; parameters are real.
     """
@@ -137,7 +137,7 @@ class _Best(Semiring):
     def times(self, a: Tensor, b: Tensor) -> Tensor:
         # without the NaN of complex sums with an infinite real part
         weights = a.real + b.real
-        labels = [one.imag for one in (a, b) if one.is_complex()]
+        labels = [terms.imag for terms in (a, b) if terms.is_complex()]
         return torch.complex(weights, sum(labels, torch.zeros_like(weights)))
 
     def sum(self, terms: Tensor, dim: int) -> Tensor:

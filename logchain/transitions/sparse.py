@@ -14,7 +14,7 @@ from .transition import Transition, check_parameter, look_up, with_entries
 
 @dataclass(frozen=True)
 class _Graph:
-    """The arcs of a graph, int64 [2, arcs], with what is computed of them once."""
+    """The arcs of a graph, int64 [2, arcs], and their orders, which are computed once."""
 
     indices: Tensor
     states: int

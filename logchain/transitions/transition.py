@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
+from ..tensors import with_axes
 from .semiring import BEST, LINEAR, LOG, Semiring
 
 if TYPE_CHECKING:
@@ -138,16 +139,21 @@ class Transition(ABC):
         return self.apply(unit.fill_diagonal_(semiring.one).expand(*self.lead, -1, -1), semiring)
 
     def with_parameters(self, *parameters: Tensor) -> "Self":
-        """The same structure with other parameters, as many and with the same own axes; leading axes may be others."""
+        """The same structure with other parameters, as many and with the same own axes; leading axes may differ."""
         other: Self = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.parameters = parameters
         return other
 
+    def with_lead(self, axes: int) -> "Self":
+        """The same structure with `axes` leading axes, of size 1 where a parameter has fewer."""
+        pairs = zip(self.parameters, self.own, strict=True)
+        return self.with_parameters(*(with_axes(parameter, axes + own) for parameter, own in pairs))
+
     def between(self, start: int, stop: int) -> "Self":
         """The same structure at the steps from `start` to before `stop`; parameters that serve all steps stay."""
         pairs, size = zip(self.parameters, self.leads, strict=True), stop - start
-        parts = [one if lead[-1:] in ((), (1,)) else one.narrow(len(lead) - 1, start, size) for one, lead in pairs]
+        parts = [a if lead[-1:] in ((), (1,)) else a.narrow(len(lead) - 1, start, size) for a, lead in pairs]
         return self.with_parameters(*parts)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Self":
@@ -180,13 +186,14 @@ class Transition(ABC):
     @property
     def leads(self) -> list[torch.Size]:
         """The leading axes of each parameter: batch and steps."""
-        axes = zip(self.parameters, self.own_axes, strict=True)
-        return [parameter.shape[: parameter.dim() - own] for parameter, own in axes]
+        pairs = zip(self.parameters, self.own, strict=True)
+        return [parameter.shape[: parameter.dim() - own] for parameter, own in pairs]
 
     @property
-    def own_axes(self) -> tuple[int, ...]:
-        """The number of own axes of each parameter."""
-        return self.own
+    def own_sizes(self) -> list[torch.Size]:
+        """The sizes of the own axes of each parameter."""
+        pairs = zip(self.parameters, self.own, strict=True)
+        return [parameter.shape[parameter.dim() - own :] for parameter, own in pairs]
 
     @property
     def names(self) -> list[str]:
@@ -219,11 +226,11 @@ class Transition(ABC):
 
 
 class Transposed(Transition):
-    """The transposed matrices of a structure without a method for them."""
+    """The transposed matrices of a structure, by its dense ones."""
 
     def __init__(self, of: Transition) -> None:
         super().__init__(*of.parameters)
-        self._of, self.states, self.own = of, of.states, of.own_axes
+        self._of, self.states, self.own = of, of.states, of.own
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
@@ -236,10 +243,10 @@ class Transposed(Transition):
 
 
 def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The index that each number in [0, 1) draws from weights `[..., k]`, as logarithms, and a new number.
+    """The index that each number in [0, 1) draws from the logarithms of weights `[..., k]`, and a new uniform number.
 
-    The index is the first whose cumulative weight exceeds `uniform` times the total; none has weight 0. Where the
-    number lies within that weight's share is uniform again.
+    The index is the first whose cumulative weight exceeds `uniform` times the total, and has no weight of 0. The new
+    number is the place of the old one within that weight's share.
     """
     top = logs.amax(-1, keepdim=True)
     weights = (logs - top.masked_fill(top == -math.inf, 0.0)).double().exp()
@@ -252,7 +259,7 @@ def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_entries(values: Tensor, places: Tensor, states: int, zero: float) -> Tensor:
-    """Matrices `[*lead, c, c]` of values `[*lead, k]` at places int64 `[k]` of flat ones, and weight zero elsewhere.
+    """Matrices `[*lead, c, c]` of values `[*lead, k]` at flat places int64 `[k]`, and weight zero elsewhere.
 
     Values at place c^2 are left out.
     """
@@ -261,7 +268,7 @@ def with_entries(values: Tensor, places: Tensor, states: int, zero: float) -> Te
 
 
 def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
-    """Check for a floating tensor of at least so many axes, the last of them not empty, on the device of `like`."""
+    """Check for a floating tensor of at least `axes` axes, the last of them not empty, on the device of `like`."""
     check_tensor(name, value, axes, like=like)
     if 0 in value.shape[value.dim() - axes :]:
         raise ValueError(f"{name}: expected no empty axis among the last {axes}, got shape {list(value.shape)}")
