@@ -25,23 +25,23 @@ Rows = struct("*data step *at")
 Matrices = struct("*data step from_ to *at")
 Paths = struct("*data rank ranks steps *at")
 Outputs = struct("*grad_x *log_forward *log_backward *filtered step *at")
-Around = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
+Boundary = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
 Means = struct("*data *less")
 
 
 class Arguments(ctypes.Structure):
-    """`Chain` of c/chain.h, field by field; those of `out` and `around` are also those of the whole."""
+    """`Chain` of c/chain.h, field by field; those of `out` and `boundary` are also those of the whole."""
 
-    _anonymous_ = ("out", "around")
+    _anonymous_ = ("out", "boundary")
     _fields_ = [
         *fields("steps sets members states first last one_matrix logarithms by_log packed"),
         ("x", Rows),
         ("bulk", Matrices),
         ("p0", Rows),
         *fields("*ends *order"),
-        ("around", Around),
+        ("boundary", Boundary),
         ("messages", Rows),
-        *fields("*log_norm *value *lossy *uncounted *room *weight"),
+        *fields("*log_norm *value *flagged *uncounted *scratch *weight"),
         ("out", Outputs),
         ("grad_bulk", Matrices),
         *fields("*counts *grad_p0"),
@@ -53,7 +53,7 @@ class Arguments(ctypes.Structure):
 
 @cache
 def function(name: str, dtype: torch.dtype) -> Any:
-    """A function of the library: an integer of `Arguments`; the bytes of scratch that it needs where `room` is null."""
+    """A function of the library: an integer of `Arguments`; the bytes of scratch that it needs if `scratch` is null."""
     loop = getattr(library(), f"logchain_{name}{64 if dtype == torch.float64 else 32}")
     loop.restype = ctypes.c_int64
     return loop
@@ -221,5 +221,5 @@ def run_each(calls: "ctypes.Array[Any]", dtype: torch.dtype, name: str) -> Seque
     scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))
     begin = scratch.data_ptr() + 63 & ~63
     for arguments, size in zip(calls, sizes, strict=True):
-        arguments.room, begin = begin, begin + size
+        arguments.scratch, begin = begin, begin + size
     return [int(loop(ctypes.byref(calls)))] if len(calls) == 1 else team.calls(loop, calls)

@@ -25,7 +25,7 @@ _ENTRY = 64
 Arguments = struct(
     "sets rows depth columns first last *a a_set a_row a_k *b b_set b_k b_j *out out_set out_row out_j *weight"
     " weight_set weight_row weight_j *grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k grad_b_j"
-    " *part_b *room"
+    " *part_b *scratch"
 )
 
 

@@ -36,7 +36,7 @@ _Arguments = struct(
     "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
     " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
     " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
-    " sequences every *room *dense"
+    " sequences every *scratch *dense"
 )
 _Slices = struct("blocks shared *start *state *other *arc")
 

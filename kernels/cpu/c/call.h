@@ -1,18 +1,18 @@
-/* log Z of any chain; gradients and posteriors of short ones; stretches, log messages and means: one call each. Lossy
+/* log Z of any chain; gradients and posteriors of short ones; stretches, log messages and means: one call each. Flagged
    sequences are recomputed exactly, and results are rounded to `real`. */
 #pragma once
 #include "backward.h"
 
 INLINE int64_t sequences_of(const Chain *a) { return a->sets * a->members; }
 
-/* The chain with scratch where the caller wants no log_norm and no lossy. */
-static Chain with_scratch(const Chain *a, Room *room) {
+/* The chain with scratch in place of a `log_norm` and `flagged` that the caller does not want. */
+static Chain with_defaults(const Chain *a, Scratch *scratch) {
     Chain chain = *a;
-    double *log_norm = take(room, sequences_of(a) * 8);
-    uint8_t *lossy = take(room, sequences_of(a));
+    double *log_norm = take(scratch, sequences_of(a) * 8);
+    uint8_t *flagged = take(scratch, sequences_of(a));
     if (!a->log_norm) chain.log_norm = log_norm;
-    if (!a->lossy) chain.lossy = lossy;
-    chain.room = rest_of(room);
+    if (!a->flagged) chain.flagged = flagged;
+    chain.scratch = rest_of(scratch);
     return chain;
 }
 
@@ -44,11 +44,11 @@ static void write_values(const Chain *a) {
 
 /* log Z into log_norm and `value`; how many sequences were recomputed exactly. */
 static int64_t find_value(const Chain *a) {
-    int64_t lossy = EXPORTED(logchain_forward)(a);
-    if (!a->room) return larger_of(lossy, EXPORTED(logchain_redo_forward)(a));
-    if (lossy) EXPORTED(logchain_redo_forward)(a);
+    int64_t flagged = EXPORTED(logchain_forward)(a);
+    if (!a->scratch) return larger_of(flagged, EXPORTED(logchain_redo_forward)(a));
+    if (flagged) EXPORTED(logchain_redo_forward)(a);
     write_values(a);
-    return lossy;
+    return flagged;
 }
 
 /* Rounds the gradients of p0 (g, m, c) into its own shape; those that share a row there are added in `sums`. */
@@ -63,15 +63,15 @@ static void write_p0_gradients(const Chain *a, const double *gradients, double *
 /* Gradients in the operands' own shapes, from the messages that `value` keeps; sums over sequences are float64. */
 EXPORT int64_t EXPORTED(logchain_gradients)(const Chain *a) {
     Chain chain = *a;
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t square = a->states * a->states;
-    uint8_t *lossy = take(&room, sequences_of(a)); /* a copy: the caller may ask for gradients again */
-    double *counts = take(&room, a->sets * square * 8), *grad_p0 = take(&room, sequences_of(a) * a->states * 8);
-    double *sums = take(&room, sequences_of(a) * a->states * 8);
-    chain.lossy = lossy, chain.uncounted = take(&room, sequences_of(a) * 8), chain.room = rest_of(&room);
-    if (!a->room)
-        return room.bytes + larger_of(EXPORTED(logchain_backward)(&chain), EXPORTED(logchain_redo_backward)(&chain));
-    for (int64_t q = 0; q < sequences_of(a); q++) lossy[q] = a->lossy[q];
+    uint8_t *flagged = take(&scratch, sequences_of(a)); /* a copy: the caller may ask for gradients again */
+    double *counts = take(&scratch, a->sets * square * 8), *grad_p0 = take(&scratch, sequences_of(a) * a->states * 8);
+    double *sums = take(&scratch, sequences_of(a) * a->states * 8);
+    chain.flagged = flagged, chain.uncounted = take(&scratch, sequences_of(a) * 8), chain.scratch = rest_of(&scratch);
+    if (!a->scratch)
+        return scratch.bytes + larger_of(EXPORTED(logchain_backward)(&chain), EXPORTED(logchain_redo_backward)(&chain));
+    for (int64_t q = 0; q < sequences_of(a); q++) flagged[q] = a->flagged[q];
     if (a->grad_bulk.data && a->one_matrix) {
         chain.grad_bulk.data = 0, chain.counts = counts;
         for (int64_t k = 0; k < a->sets * square; k++) counts[k] = 0;
@@ -85,23 +85,23 @@ EXPORT int64_t EXPORTED(logchain_gradients)(const Chain *a) {
 }
 
 EXPORT int64_t EXPORTED(logchain_value)(const Chain *a) {
-    Room room = {.begin = a->room};
-    Chain chain = with_scratch(a, &room);
-    int64_t lossy = find_value(&chain);
-    return a->room ? lossy : room.bytes + lossy;
+    Scratch scratch = {.begin = a->scratch};
+    Chain chain = with_defaults(a, &scratch);
+    int64_t flagged = find_value(&chain);
+    return a->scratch ? flagged : scratch.bytes + flagged;
 }
 
 /* `value` and then `gradients`, for weights of one; how many sequences were recomputed exactly forward. */
 EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
-    Room room = {.begin = a->room};
-    Chain chain = with_scratch(a, &room);
-    double *weight = take(&room, sequences_of(a) * 8);
-    chain.messages.data = take(&room, a->steps * sequences_of(a) * a->states * (int64_t)sizeof(real));
-    chain.weight = weight, chain.room = rest_of(&room);
-    for (int64_t q = 0; q < sequences_of(a) && a->room; q++) weight[q] = 1;
-    int64_t lossy = find_value(&chain);
+    Scratch scratch = {.begin = a->scratch};
+    Chain chain = with_defaults(a, &scratch);
+    double *weight = take(&scratch, sequences_of(a) * 8);
+    chain.messages.data = take(&scratch, a->steps * sequences_of(a) * a->states * (int64_t)sizeof(real));
+    chain.weight = weight, chain.scratch = rest_of(&scratch);
+    for (int64_t q = 0; q < sequences_of(a) && a->scratch; q++) weight[q] = 1;
+    int64_t flagged = find_value(&chain);
     int64_t gradients = EXPORTED(logchain_gradients)(&chain);
-    return a->room ? lossy : room.bytes + larger_of(lossy, gradients);
+    return a->scratch ? flagged : scratch.bytes + larger_of(flagged, gradients);
 }
 
 /* Last forward messages of a stretch, with sum 1, from their logarithms: an emission may have been raised. */
@@ -109,7 +109,7 @@ static void share_last(const Chain *a) {
     for (int64_t place = a->first; place < a->last; place++) {
         int64_t q = sequence_in(a, place);
         real *out = output_at(a, a->out.filtered, q, steps_of(a, q) - 1);
-        const double *leaving = a->around.leaving + q * a->states;
+        const double *leaving = a->boundary.leaving + q * a->states;
         for (int64_t j = 0; j < a->states && out; j += WIDE) {
             doubles logs = read_doubles(leaving + j, a->states - j, 0);
             write_wide(out + j, exponential_or_zero(logs), a->states - j);
@@ -119,18 +119,18 @@ static void share_last(const Chain *a) {
 
 /* `value` of a stretch of a longer chain: the message that leaves one enters the next, as `entering_double`. */
 EXPORT int64_t EXPORTED(logchain_stretch)(const Chain *a) {
-    Room room = {.begin = a->room};
-    Chain chain = with_scratch(a, &room);
+    Scratch scratch = {.begin = a->scratch};
+    Chain chain = with_defaults(a, &scratch);
     int64_t entries = sequences_of(a) * a->states;
-    real *entering = take(&room, entries * (int64_t)sizeof(real));
-    chain.around.entering = entering, chain.room = rest_of(&room);
-    if (!a->room) return room.bytes + find_value(&chain);
+    real *entering = take(&scratch, entries * (int64_t)sizeof(real));
+    chain.boundary.entering = entering, chain.scratch = rest_of(&scratch);
+    if (!a->scratch) return scratch.bytes + find_value(&chain);
     for (int64_t place = a->first, c = a->states; place < a->last; place++)
         for (int64_t q = sequence_in(a, place), j = q * c; j < (q + 1) * c; j++)
-            entering[j] = (real)a->around.entering_double[j];
-    int64_t lossy = find_value(&chain);
+            entering[j] = (real)a->boundary.entering_double[j];
+    int64_t flagged = find_value(&chain);
     share_last(&chain);
-    return lossy;
+    return flagged;
 }
 
 /* Forward and backward log messages, each entry exact however far it lies below the others:
@@ -138,11 +138,11 @@ EXPORT int64_t EXPORTED(logchain_stretch)(const Chain *a) {
        log_forward_i = log a_i + scales      a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        log_backward_{i-1} = log b_{i-1} + scales      b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   by the loops of forward.h, and by exact scans for lossy sequences, and for all with `ends` or `starts`. Backward
+   by the loops of forward.h, and by exact scans for flagged sequences, and for all with `ends` or `starts`. Backward
    messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
 
 /* The chain and the reversed one, of sequences that all have v steps: forward passes over them write their log
-   messages, log Z and `lossy`. */
+   messages, log Z and `flagged`. */
 static Chain onward(Chain a) {
     a.messages.data = 0, a.out.log_backward = 0;
     return a;
@@ -159,28 +159,29 @@ static Chain reversed(Chain a) {
     return a;
 }
 
-/* The messages of one direction, that for which there is memory. The number of lossy sequences. */
+/* The messages of one direction, that for which there is memory. The number of flagged sequences. */
 EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
     Chain chain = a->out.log_forward ? onward(*a) : reversed(*a);
     return EXPORTED(logchain_forward)(&chain);
 }
 
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
-    Room room = {.begin = a->room};
-    Chain chain = with_scratch(a, &room);
+    Scratch scratch = {.begin = a->scratch};
+    Chain chain = with_defaults(a, &scratch);
     int64_t sequences = sequences_of(a);
-    double *unused = take(&room, sequences * 8);
-    uint8_t *lossy = take(&room, sequences), *lossy_backward = take(&room, sequences);
-    chain.messages.data = 0, chain.lossy = lossy, chain.room = rest_of(&room);
+    double *unused = take(&scratch, sequences * 8);
+    uint8_t *flagged = take(&scratch, sequences), *flagged_backward = take(&scratch, sequences);
+    chain.messages.data = 0, chain.flagged = flagged, chain.scratch = rest_of(&scratch);
     Chain forward = onward(chain), backward = reversed(chain);
-    backward.log_norm = unused, backward.lossy = lossy_backward;
-    if (!a->room)
-        return room.bytes + larger_of(EXPORTED(logchain_forward)(&forward), EXPORTED(logchain_redo_messages)(&chain));
-    for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
+    backward.log_norm = unused, backward.flagged = flagged_backward;
+    if (!a->scratch)
+        return scratch.bytes +
+               larger_of(EXPORTED(logchain_forward)(&forward), EXPORTED(logchain_redo_messages)(&chain));
+    for (int64_t q = 0; q < sequences; q++) flagged[q] = 1;
     if (!a->ends && !a->packed) {
         EXPORTED(logchain_forward)(&forward);
         EXPORTED(logchain_forward)(&backward);
-        for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
+        for (int64_t q = a->first; q < a->last; q++) flagged[q] |= flagged_backward[q];
     }
     EXPORTED(logchain_redo_messages)(&chain);
     write_values(&chain);
@@ -191,7 +192,7 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
 
        sum over steps of <posterior_i, x_i> + <posterior_0, log p0> + the means of log P, see counts.h
 
-   Loops raise emissions, and weights given as logarithms, to 2^-DEEPEST times the largest, which is near 1: posteriors
+   Loops raise emissions, and weights that are logarithms, to 2^-DEEPEST times the largest, which is near 1: posteriors
    that come from these are too large by as much, and are corrected. */
 
 /* The mean of c logarithms, or of those of weights, `step` apart, less those of `minus`, under shares that need not add
@@ -214,13 +215,13 @@ static double mean_of(const Chain *a, int are_logs, const real *from, int64_t st
     return whole_sum > 0 ? (double)total(sum) / (double)whole_sum : 0;
 }
 
-/* log Z and `means` of a thread's sequences, NaN for lossy ones; posteriors are left in grad_x. */
+/* log Z and `means` of a thread's sequences, NaN for flagged ones; posteriors are left in grad_x. */
 EXPORT int64_t EXPORTED(logchain_means)(const Chain *a) {
     int64_t forward = EXPORTED(logchain_forward)(a), backward = EXPORTED(logchain_backward)(a);
     const Chain *second = a->means.less;
-    for (int64_t place = a->first; place < a->last && a->room; place++) {
+    for (int64_t place = a->first; place < a->last && a->scratch; place++) {
         int64_t q = sequence_in(a, place);
-        if (a->lossy[q]) a->means.data[q] = (double)__builtin_nanf("");
+        if (a->flagged[q]) a->means.data[q] = (double)__builtin_nanf("");
         if (!has_gradient(a, q) || a->means.data[q] != a->means.data[q]) continue;
         double sum = 0; /* small, and log P may be large */
         for (int64_t step = 0; step < steps_of(a, q); step++) {

@@ -54,7 +54,7 @@ typedef struct {
     operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null: see exact_step.h */
     int64_t *paths, draws, sequences;                /* (n, v) or (draws, n, v): states, see structure_paths.h */
     int64_t every;                                   /* steps between checkpoints, see structure_paths.h */
-    char *room;                                      /* scratch; null asks for its size, see Room */
+    char *scratch;                                   /* null asks for its size, see Scratch */
     const Chain *dense;                              /* of dense chains: layout and further arguments */
 } Exact;
 
@@ -92,28 +92,28 @@ typedef struct { Row kept; real shift, share, lift, *counts; } Counting;
    null; the number of blocks where the aligned row was not right. */
 typedef struct { Row row, to; const real *aligned; real e; const Counting *counting; int64_t failed; } Factor;
 
-INLINE reals count_factor(const Counting *n, Split own, reals e) {
-    return own.m * bounded_power((own.e + e) + (n->shift + n->lift)) * n->share;
+INLINE reals count_factor(const Counting *n, Split forward, reals e) {
+    return forward.m * bounded_power((forward.e + e) + (n->shift + n->lift)) * n->share;
 }
 INLINE void count_term(reals factor, reals part, real *count) { store(count, load(count) + part * factor); }
 
-/* The sum of up to 8 products of numbers and weights, near 2^LIFT. Each is counted, unless `n` is null, for the number
-   `own` at its other end: what it is over 2^e and its weight's mantissa. */
-INLINE Split sum_of_terms(const int terms, const Split *from, const Split *weight, const Counting *n, Split own,
+/* The sum of up to 8 products of numbers and weights, near 2^LIFT. Each is counted, unless `n` is null, with the
+   forward messages of the block: without 2^e and its weight's mantissa. */
+INLINE Split sum_of_terms(const int terms, const Split *from, const Split *weight, const Counting *n, Split forward,
                           real *counts) {
     Split sum = {{0}, from[0].e + weight[0].e};
     reals e[8], parts[8];
     UNROLL for (int t = 0; t < terms; t++) e[t] = from[t].e + weight[t].e, sum.e = larger(e[t], sum.e);
     sum.e -= LIFT;
     UNROLL for (int t = 0; t < terms; t++) parts[t] = from[t].m * power(e[t] - sum.e), sum.m += parts[t] * weight[t].m;
-    reals factor = n ? count_factor(n, own, sum.e) : sum.m;
+    reals factor = n ? count_factor(n, forward, sum.e) : sum.m;
     UNROLL for (int t = 0; t < terms && n; t++) count_term(factor, parts[t], counts + t * LANES);
     return sum;
 }
 
-INLINE Row take_row(Room *room, int64_t width) {
-    real *mantissas = take_reals(room, width);
-    return (Row){mantissas, take_reals(room, width)};
+INLINE Row take_row(Scratch *scratch, int64_t width) {
+    real *mantissas = take_reals(scratch, width);
+    return (Row){mantissas, take_reals(scratch, width)};
 }
 
 /* Where the weights of an entry are: lane l, from `first` to before `stop`, at place + l step, or at arc[l] step. */
@@ -262,7 +262,7 @@ static Matrix begin_durations(Matrix m) {
 }
 
 /* A matrix, of which nothing is read yet. */
-static Matrix new_matrix(const Exact *a, int backward, Room *room) {
+static Matrix new_matrix(const Exact *a, int backward, Scratch *scratch) {
     int64_t held = kind_of(a) == BANDS ? held_bands(a) : 0, dense = kind_of(a) == DENSE, c = a->terms;
     Matrix m = {.blocks = whole_vectors(a->states) / LANES, .backward = backward};
     if (kind_of(a) == ARCS) {
@@ -273,17 +273,18 @@ static Matrix new_matrix(const Exact *a, int backward, Room *room) {
         if (kind_of(a) == DURATIONS) {
             m.segments = c, m.longest = a->states / c, m.matrix_blocks = vectors_of(c);
             m.blocks = m.matrix_blocks + c * vectors_of(m.longest);
-            m.ends = take_row(room, m.matrix_blocks * LANES), m.sums = take_row(room, m.matrix_blocks * LANES);
-            m.forward = take_row(room, m.matrix_blocks * LANES), m.aligned = take_reals(room, m.matrix_blocks * LANES);
+            int64_t width = m.matrix_blocks * LANES;
+            m.ends = take_row(scratch, width), m.sums = take_row(scratch, width);
+            m.forward = take_row(scratch, width), m.aligned = take_reals(scratch, width);
         }
-        m.start = take(room, (m.blocks + 1) * 8);
+        m.start = take(scratch, (m.blocks + 1) * 8);
     }
     int64_t entries = entries_of(a, &m);
-    m.entries = take_row(room, entries * LANES);
-    m.linear = take_reals(room, kind_of(a) == BANDS ? 0 : entries * LANES);
-    m.shift = take(room, held * 8), m.other = take(room, (dense || m.segments) * (entries + 1) * 4);
-    m.square = take(room, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
-    if (!room->begin) return m;
+    m.entries = take_row(scratch, entries * LANES);
+    m.linear = take_reals(scratch, kind_of(a) == BANDS ? 0 : entries * LANES);
+    m.shift = take(scratch, held * 8), m.other = take(scratch, (dense || m.segments) * (entries + 1) * 4);
+    m.square = take(scratch, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
+    if (!scratch->begin) return m;
     if (kind_of(a) == DURATIONS) return begin_durations(m);
     for (int64_t block = 0; block <= m.blocks && kind_of(a) != ARCS; block++) m.start[block] = block * held;
     for (int64_t d = 0; d < held; d++) {

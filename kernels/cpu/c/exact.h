@@ -155,7 +155,7 @@ static void read_weights(Scan *w) {
         double weight = a->weight[a->places[place].index], size = weight < 0 ? -weight : weight;
         least = size > 0 && size < least ? size : least, most = size > most ? size : most;
     }
-    w->ordinary = are_ordinary(least, most), w->counts.lift = LIFT + OWN_LIFT;
+    w->ordinary = are_ordinary(least, most), w->counts.lift = LIFT + COUNT_LIFT;
     for (; most > 1 && most < __builtin_inf(); most /= 2) w->counts.lift -= 1;
 }
 
@@ -172,27 +172,27 @@ static int64_t reach_of(const Exact *a) {
 /* Runs `scan` on the sequences of a thread: on those of one matrix one by one, unless it is dense, on others in groups
    that share the matrix of each step. Returns in how many exponents beyond EXACT matter. */
 static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t reach = reach_of(a), together = a->one_matrix ? 1 : a->last - a->first, inexact = 0;
     if (kind_of(a) == DENSE) together = a->dense->members;
     int64_t count = larger_of(1, smaller_of(together, TOGETHER)), bytes = (int64_t)sizeof(real);
     Scan w = {.a = a, .width = whole_vectors(a->states), .next_row = backward ? -a->x.step : a->x.step};
-    w.matrix = new_matrix(a, backward, &room);
-    w.pairs = take(&room, kind_of(a) == ARCS ? w.width * (int64_t)sizeof(Pair) : 0);
+    w.matrix = new_matrix(a, backward, &scratch);
+    w.pairs = take(&scratch, kind_of(a) == ARCS ? w.width * (int64_t)sizeof(Pair) : 0);
     w.counts.entries = backward ? entries_of(a, &w.matrix) : 0;
-    w.counts.recent = take(&room, w.counts.entries * LANES * bytes);
-    if (a->one_matrix) w.counts.total = take(&room, w.counts.entries * LANES * 8);
+    w.counts.recent = take(&scratch, w.counts.entries * LANES * bytes);
+    if (a->one_matrix) w.counts.total = take(&scratch, w.counts.entries * LANES * 8);
     Sequence sequences[TOGETHER], current[TOGETHER];
     for (int64_t f = 0; f < count; f++) {
-        Row message = take_row(&room, w.width + 2 * reach), sums = take_row(&room, w.width + LANES);
-        Row kept = take_row(&room, kind_of(a) == DENSE ? w.width : 0);
-        real *aligned = take(&room, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
+        Row message = take_row(&scratch, w.width + 2 * reach), sums = take_row(&scratch, w.width + LANES);
+        Row kept = take_row(&scratch, kind_of(a) == DENSE ? w.width : 0);
+        real *aligned = take(&scratch, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
         sequences[f] = (Sequence){.message = row_from(message, reach), .sums = sums, .kept = kept, .aligned = aligned};
-        if (!a->room) continue;
+        if (!a->scratch) continue;
         clear_row(w.width + 2 * reach, message), clear_row(w.width, sums);
         if (kind_of(a) == DENSE) clear_row(w.width, kept);
     }
-    if (!a->room) return room.bytes;
+    if (!a->scratch) return scratch.bytes;
     read_weights(&w), clear_counts(&w.counts), w.sequence = current;
     for (int64_t place = a->first; place < a->last; place += w.count) {
         const Place *first = a->places + place;

@@ -109,7 +109,7 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
 /* A message from sums and x - less. Returns the lanes with an x beyond NEAR, a NaN, or an exponent that is not exact,
    which only a `careful` call takes right; it also finds the largest emission. */
 INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next_row, Row sums, Row message,
-                      Row kept, const operand *x, real before, real less, Emitted *found) {
+                      Row kept, const operand *x, real before, real less, Emitted *emitted) {
     wholes strange = {0}, low = {0};
     reals top = splat(-INFINITE), most = splat(-INFINITE);
     for (int64_t j = 0; j < c; j += LANES) {
@@ -122,7 +122,7 @@ INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next
         store_split(message, j, b);
         if (keep) store_split(kept, j, b);
     }
-    *found = (Emitted){largest(top), careful ? largest(most) : 0, any(low)};
+    *emitted = (Emitted){largest(top), careful ? largest(most) : 0, any(low)};
     return strange | low;
 }
 
@@ -130,11 +130,11 @@ INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next
    step that needs care is followed by others. */
 INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
     const operand *x = x_row(w->a, s->place, step);
-    Emitted found;
+    Emitted emitted;
     int64_t c = w->a->states, next = w->next_row;
     Row sums = s->sums, to = s->message;
-    if (!s->careful && kept.m) s->careful = any(emit_by(0, 1, c, next, sums, to, kept, x, s->top, 0, &found));
-    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, kept, x, s->top, 0, &found));
+    if (!s->careful && kept.m) s->careful = any(emit_by(0, 1, c, next, sums, to, kept, x, s->top, 0, &emitted));
+    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, kept, x, s->top, 0, &emitted));
     if (s->careful) {
         reals high = splat(-INFINITE);
         wholes numbers = {0};
@@ -145,14 +145,14 @@ INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
         real less = largest(high);
         s->has_nan |= any(numbers);
         if (less < NEAR && (less > -NEAR || less == -INFINITE)) less = 0;
-        wholes strange = emit_by(1, kept.m != 0, c, next, sums, to, kept, x, s->top, less, &found);
+        wholes strange = emit_by(1, kept.m != 0, c, next, sums, to, kept, x, s->top, less, &emitted);
         add(&s->shift, (double)less);
-        s->level += (double)found.most + (double)w->matrix.top + BITS_OF_TERMS;
+        s->level += (double)emitted.most + (double)w->matrix.top + BITS_OF_TERMS;
         s->careful = any(strange) || s->level > -__builtin_inf();
     }
-    s->taken += (double)s->top, s->top = found.top > -INFINITE ? found.top : 0, s->level -= (double)s->top;
-    if (found.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
-    s->careful |= found.low;
+    s->taken += (double)s->top, s->top = emitted.top > -INFINITE ? emitted.top : 0, s->level -= (double)s->top;
+    if (emitted.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
+    s->careful |= emitted.low;
     s->inexact |= s->level > -BITS || s->top > (real)EXACT;
 }
 
@@ -240,7 +240,7 @@ static void write_shares(const Scan *w, const Sequence *s, operand *out) {
 /* A message that leaves: logarithms of a row over 2^base, less `less`. */
 static void write_leaving_logs(const Scan *w, const Sequence *s, Row row, real base, double less) {
     int64_t c = w->a->states;
-    double *out = w->a->dense->around.leaving + s->place->index * c;
+    double *out = w->a->dense->boundary.leaving + s->place->index * c;
     for (int64_t j = 0; j < c; j += LANES) {
         reals logs = logarithms_of_split(load_split(row, j), base);
         UNROLL for (int l = 0; l < LANES; l++) if (j + l < c) out[j + l] = (double)logs[l] - less;
@@ -263,7 +263,7 @@ static void finish_dense(const Scan *w, const Sequence *s, double sum, Sum log_n
     int64_t q = s->place->index;
     write_log_norm(a, q, log_norm);
     double log_sum = s->has_nan ? log_norm.sum : sum == 0 ? 0 : logarithm(sum);
-    if (a->around.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
+    if (a->boundary.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
     for (int64_t step = s->place->steps; step < a->steps && a->messages.data && !a->packed; step++)
         clear(a->states, message_at(a, q, step));
 }
@@ -285,19 +285,19 @@ static void lower_raised(const Scan *w, const Sequence *s, int64_t step) {
 static void begin_dense(const Scan *w, Sequence *s, int64_t step) {
     const Chain *a = w->a->dense;
     int64_t q = s->place->index;
-    int logs = a->lossy[q] & 1, last = step + 1 == s->place->steps;
+    int logs = a->flagged[q] & 1, last = step + 1 == s->place->steps;
     if (step + 1 > a->uncounted[q]) s->counting.counts = 0;
     for (int64_t j = 0; j < a->states; j += LANES) {
         reals kept = read_some(message_at(a, q, step) + j, 1, a->states - j, logs ? -INFINITE : 0);
         store_split(s->kept, j, weight_split(kept, logs));
     }
-    if (a->around.following && last && !logs) lower_raised(w, s, step);
+    if (a->boundary.following && last && !logs) lower_raised(w, s, step);
 }
 
 /* B at a last step: ones, or the exponentials of `following` less its largest. */
 static void last_row(const Scan *w, Sequence *s) {
     int64_t c = w->a->states;
-    const double *following = kind_of(w->a) == DENSE ? w->a->dense->around.following : 0;
+    const double *following = kind_of(w->a) == DENSE ? w->a->dense->boundary.following : 0;
     if (following) following += s->place->index * c;
     double top = following ? largest_log(c, following) : 0;
     for (int64_t j = 0; j < c; j += LANES) {

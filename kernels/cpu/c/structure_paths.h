@@ -25,8 +25,8 @@ static void best_bands(const Matrix *m, const real *from, real *to, int32_t *bef
             reals term = load(from + k) + load(m->entries.m + entry * LANES);
             best = better_of(best, (Best){term, lane_numbers() + (whole)k});
         }
-        Indices found = __builtin_convertvector(best.from, Indices);
-        store(to + block * LANES, best.value), __builtin_memcpy(before + block * LANES, &found, sizeof found);
+        Indices sources = __builtin_convertvector(best.from, Indices);
+        store(to + block * LANES, best.value), __builtin_memcpy(before + block * LANES, &sources, sizeof sources);
     }
 }
 
@@ -37,10 +37,10 @@ static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to
         Best best = {splat(-INFINITE), {0}};
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             const int32_t *other = s->other + entry * LANES;
-            Indices found;
-            __builtin_memcpy(&found, other, sizeof found);
+            Indices sources;
+            __builtin_memcpy(&sources, other, sizeof sources);
             reals term = gather_reals(from, other) + load(m->entries.m + entry * LANES);
-            best = better_of(best, (Best){term, __builtin_convertvector(found, wholes)});
+            best = better_of(best, (Best){term, __builtin_convertvector(sources, wholes)});
         }
         for (int l = 0; l < LANES; l++) { /* a state may have several rows */
             int64_t j = s->state[block * LANES + l];
@@ -70,10 +70,10 @@ static void best_durations(const Matrix *m, const real *from, real *to, int32_t 
             after.value = where(lane_numbers() < (whole)(longest - 1 - r), after.value, splat(-INFINITE));
             best = better_of(better_of(best, after),
                              (Best){m->sums.m[s] + load(weight), (wholes){0} + bits_of(m->sums.e[s])});
-            Indices found = __builtin_convertvector(best.from, Indices);
+            Indices sources = __builtin_convertvector(best.from, Indices);
             store(to + j, best.value);
-            if (left == LANES) __builtin_memcpy(before + j, &found, sizeof found);
-            else for (int64_t l = 0; l < left; l++) before[j + l] = found[l];
+            if (left == LANES) __builtin_memcpy(before + j, &sources, sizeof sources);
+            else for (int64_t l = 0; l < left; l++) before[j + l] = sources[l];
         }
 }
 
@@ -157,14 +157,14 @@ static void best_backward(BestScan *w, const Place *place) {
 
 /* Paths, and NaN as log_norm where an operand is no finite weight or potential, so that no path is known. */
 EXPORT int64_t EXPORTED(logchain_exact_best)(const Exact *a) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t reach = reach_of(a), width = whole_vectors(a->states), padded = width + 2 * reach;
     int64_t blocks = (a->steps + a->every - 1) / a->every;
-    BestScan w = {.a = a, .matrix = new_matrix(a, 0, &room)};
-    real *rows = take_reals(&room, 2 * padded);
-    w.before = take(&room, a->every * width * 4);
-    w.checkpoints = take_reals(&room, blocks * width), w.tops = take_reals(&room, blocks);
-    if (!a->room) return room.bytes;
+    BestScan w = {.a = a, .matrix = new_matrix(a, 0, &scratch)};
+    real *rows = take_reals(&scratch, 2 * padded);
+    w.before = take(&scratch, a->every * width * 4);
+    w.checkpoints = take_reals(&scratch, blocks * width), w.tops = take_reals(&scratch, blocks);
+    if (!a->scratch) return scratch.bytes;
     w.matrix.as_logs = 1, w.row = rows + reach, w.next = w.row + padded;
     for (int64_t j = 0; j < 2 * padded; j++) rows[j] = -INFINITE;
     for (const Place *place = a->places + a->first; place < a->places + a->last; place++)
@@ -196,17 +196,17 @@ static int64_t read_segment_sources(const Exact *a, const operand *weights, Row 
     Split duration = weight_split(splat((real)weights[segments * segments + state]), logs);
     for (int64_t done = 0; done <= segments; done += LANES) {
         reals weight = splat(logs ? -INFINITE : 0);
-        Split own = zero_split(), factor = duration;
+        Split forward = zero_split(), factor = duration;
         for (int64_t l = 0; l < LANES && done + l <= segments; l++) {
             int64_t place = done + l, end = place - (place > s), stays = place == s + 1;
             int64_t k = stays ? state + 1 : end * longest;
             if (stays && is_longest) continue;
             if (stays) weight[l] = logs ? 0 : 1, factor.m[l] = 1, factor.e[l] = 0;
             else weight[l] = (real)weights[end * segments + s];
-            own.m[l] = message.m[k], own.e[l] = message.e[k], from[place] = (int32_t)k;
+            forward.m[l] = message.m[k], forward.e[l] = message.e[k], from[place] = (int32_t)k;
         }
         Split product = weight_split(weight, logs);
-        store_split(to, done, (Split){product.m * factor.m * own.m, product.e + factor.e + own.e});
+        store_split(to, done, (Split){product.m * factor.m * forward.m, product.e + factor.e + forward.e});
     }
     return whole_vectors(segments + 1);
 }
@@ -221,28 +221,28 @@ static int64_t read_sources(const Exact *a, const operand *weights, Row message,
     int64_t begin = bands ? 0 : graph->first[state], count = bands ? a->terms : graph->first[state + 1] - begin;
     for (int64_t done = 0; done < count; done += LANES) {
         reals weight = splat(logs ? -INFINITE : 0);
-        Split own = zero_split();
+        Split forward = zero_split();
         for (int64_t l = 0; l < LANES && done + l < count; l++) {
             int64_t entry = bands ? offsets[a->terms + done + l] : graph->order[begin + done + l];
             int64_t k = bands ? state - offsets[entry] : graph->source[entry];
             if (k < 0 || k >= a->states) continue;
             weight[l] = (real)weights[entry * (bands ? a->weights_outer : a->weights_inner) +
                                       (bands ? state * a->weights_inner : 0)];
-            own.m[l] = message.m[k], own.e[l] = message.e[k], from[done + l] = (int32_t)k;
+            forward.m[l] = message.m[k], forward.e[l] = message.e[k], from[done + l] = (int32_t)k;
         }
         Split product = weight_split(weight, logs);
-        store_split(to, done, (Split){own.m * product.m, own.e + product.e});
+        store_split(to, done, (Split){forward.m * product.m, forward.e + product.e});
     }
     return whole_vectors(count);
 }
 
 /* Paths (draws, n, v) by the numbers in `weight`, likewise; -1 after ends, and where log_norm is no finite number. */
 EXPORT int64_t EXPORTED(logchain_exact_draw)(const Exact *a) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t width = whole_vectors(a->states), most = larger_of(width, whole_vectors(a->terms + 1)), v = a->steps;
-    Row terms = take_row(&room, most);
-    int32_t *from = take(&room, most * 4);
-    if (!a->room) return room.bytes;
+    Row terms = take_row(&scratch, most);
+    int32_t *from = take(&scratch, most * 4);
+    if (!a->scratch) return scratch.bytes;
     for (int64_t at = a->first; at < a->last; at++) {
         const Place *place = a->places + at;
         double log_norm = a->log_norm[place->index];

@@ -8,14 +8,14 @@
 #include "entries.h"
 
 /* Sums of `held` bands for a block of states, from the state `from`; weights and counts are those of its entries. */
-INLINE Split sum_some_bands(const int held, const int64_t *shift, Row weight, Row from, Split own, const Counting *n,
-                            real *counts) {
+INLINE Split sum_some_bands(const int held, const int64_t *shift, Row weight, Row from, Split forward,
+                            const Counting *n, real *counts) {
     Split terms[8], weights[8];
     UNROLL for (int k = 0; k < held; k++) {
         terms[k] = load_split(from, shift[k]);
         weights[k] = load_split(weight, k * LANES);
     }
-    return sum_of_terms(held, terms, weights, n, own, counts);
+    return sum_of_terms(held, terms, weights, n, forward, counts);
 }
 
 INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const int counted) {
@@ -26,12 +26,13 @@ INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const
     for (int k = 0; k < held; k++) shift[k] = m->shift[k];
     for (int64_t block = 0; block < blocks; block++) {
         int64_t j = block * LANES, at = block * count * LANES;
-        Split own = n ? load_split(counting.kept, j) : zero_split();
-        Split sum = sum_some_bands(held, shift, row_from(entries, at), row_from(from, j), own, n, counting.counts + at);
+        Split forward = n ? load_split(counting.kept, j) : zero_split();
+        Row weight = row_from(entries, at), near = row_from(from, j);
+        Split sum = sum_some_bands(held, shift, weight, near, forward, n, counting.counts + at);
         for (int64_t d = held; d < count; d += held) {
-            Row weight = row_from(entries, at + d * LANES);
+            weight = row_from(entries, at + d * LANES);
             real *counts = counting.counts + at + d * LANES;
-            sum = plus_split(sum, sum_some_bands(held, m->shift + d, weight, row_from(from, j), own, n, counts));
+            sum = plus_split(sum, sum_some_bands(held, m->shift + d, weight, near, forward, n, counts));
         }
         store_split(to, j, sum);
     }
@@ -93,30 +94,30 @@ INLINE void write_sums(const int32_t *state, int shared, Split sum, Row to) {
 }
 
 /* Sums of `count` entries of a block. */
-INLINE Split sum_some_arcs(const int count, const Matrix *m, int64_t entry, const Pair *from, Split own,
+INLINE Split sum_some_arcs(const int count, const Matrix *m, int64_t entry, const Pair *from, Split forward,
                            const Counting *n) {
     Split terms[4], weights[4];
     UNROLL for (int t = 0; t < count; t++) {
         terms[t] = gather_split(from, m->slices->other + (entry + t) * LANES);
         weights[t] = load_split(m->entries, (entry + t) * LANES);
     }
-    return sum_of_terms(count, terms, weights, n, own, n ? n->counts + entry * LANES : 0);
+    return sum_of_terms(count, terms, weights, n, forward, n ? n->counts + entry * LANES : 0);
 }
-INLINE Split sum_arcs_of(const Matrix *m, int64_t t, int64_t end, const Pair *from, Split own, const Counting *n) {
+INLINE Split sum_arcs_of(const Matrix *m, int64_t t, int64_t end, const Pair *from, Split forward, const Counting *n) {
     Split sum = zero_split();
-    for (; t + 4 <= end; t += 4) sum = plus_split(sum, sum_some_arcs(4, m, t, from, own, n));
-    if (t + 2 <= end) sum = plus_split(sum, sum_some_arcs(2, m, t, from, own, n)), t += 2;
-    return t < end ? plus_split(sum, sum_some_arcs(1, m, t, from, own, n)) : sum;
+    for (; t + 4 <= end; t += 4) sum = plus_split(sum, sum_some_arcs(4, m, t, from, forward, n));
+    if (t + 2 <= end) sum = plus_split(sum, sum_some_arcs(2, m, t, from, forward, n)), t += 2;
+    return t < end ? plus_split(sum, sum_some_arcs(1, m, t, from, forward, n)) : sum;
 }
 
 /* The same from an aligned row; whether that is right. */
-INLINE int sum_aligned_arcs(const Matrix *m, int64_t begin, int64_t end, const Factor *from, Split own,
+INLINE int sum_aligned_arcs(const Matrix *m, int64_t begin, int64_t end, const Factor *from, Split forward,
                             const Counting *n, Split *to) {
     *to = (Split){{0}, splat(from->e)};
     for (int64_t t = begin; t < end; t++)
         to->m += gather_reals(from->aligned, m->slices->other + t * LANES) * load(m->linear + t * LANES);
     if (!is_right(to->m)) return 0;
-    reals factor = n ? count_factor(n, own, to->e) : to->m;
+    reals factor = n ? count_factor(n, forward, to->e) : to->m;
     for (int64_t t = begin; t < end && n; t++) {
         reals part = gather_reals(from->aligned, m->slices->other + t * LANES) * power_in(load(m->linear + t * LANES));
         count_term(factor, part, n->counts + t * LANES);
@@ -131,12 +132,12 @@ INLINE void sum_arcs_by(const int counted, const Matrix *m, int64_t width, Facto
     clear_row(width, from->to);
     for (int64_t block = 0; block < m->blocks; block++) {
         const int32_t *state = s->state + block * LANES;
-        Split own = zero_split(), sum;
-        if (n) own = (Split){gather_reals(n->kept.m, state), gather_reals(n->kept.e, state)};
-        if (!from->aligned || !sum_aligned_arcs(m, m->start[block], m->start[block + 1], from, own, n, &sum)) {
+        Split forward = zero_split(), sum;
+        if (n) forward = (Split){gather_reals(n->kept.m, state), gather_reals(n->kept.e, state)};
+        if (!from->aligned || !sum_aligned_arcs(m, m->start[block], m->start[block + 1], from, forward, n, &sum)) {
             for (int64_t j = 0; j < width && !from->failed; j++) pairs[j] = (Pair){from->row.m[j], from->row.e[j]};
             from->failed++;
-            sum = sum_arcs_of(m, m->start[block], m->start[block + 1], pairs, own, n);
+            sum = sum_arcs_of(m, m->start[block], m->start[block + 1], pairs, forward, n);
         }
         write_sums(state, block < s->shared || block + 1 == s->blocks, sum, from->to);
     }

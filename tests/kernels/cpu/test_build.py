@@ -174,11 +174,11 @@ def chain_of(dtype, c, steps=7, members=3):
     empty = functools.partial(np.zeros, dtype=dtype)
     buffers = {
         "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
-        "log_norm": np.zeros(members), "lossy": np.zeros(members, np.uint8),
+        "log_norm": np.zeros(members), "flagged": np.zeros(members, np.uint8),
         "uncounted": np.zeros(members, np.int64),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
         "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
-        "room": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64), **places,
+        "scratch": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64), **places,
     }  # fmt: skip
     return arguments, buffers
 
@@ -195,7 +195,7 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
         x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
         chain = x.swapaxes(0, 1), bulk[None], np.ones(c)
         truth, messages = reference.marginals(*chain), reference.forward_backward(*chain)
-        assert buffers["lossy"].tolist()[::2] == [0, 0]
+        assert buffers["flagged"].tolist()[::2] == [0, 0]
         for found, exact in (
             (buffers["log_norm"], truth.log_norm),
             (buffers["grad_x"], truth.states.swapaxes(0, 1)),
