@@ -201,8 +201,8 @@ class BuildPy(build_py):
     def get_output_mapping(self) -> dict[str, str]:
         """The source file of each built file, to which a strict editable installation links."""
         files = [self.target().library(level) for level in self.target().levels]
-        libraries = {str(self.folder() / file): str((HERE / file).relative_to(ROOT)) for file in files}
-        return {**super().get_output_mapping(), **libraries}
+        compiled = {str(self.folder() / file): str((HERE / file).relative_to(ROOT)) for file in files}
+        return {**super().get_output_mapping(), **compiled}
 
     def get_source_files(self) -> list[str]:
         """The files of an sdist, as paths from the root."""

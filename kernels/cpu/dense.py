@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import messages_of
 from ..chain import Chain, has_idle_threads
 from ..message import Kept, Message, leaving_message
-from .arguments import Call, function, shared
+from .arguments import Call, function, thread_spans
 from .library import in_large_pages
 
 # draws of one sequence that one call of the library computes at a time: DRAWS of c/sample.h
@@ -154,7 +154,7 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     call.paths(states, count, states.shape[-1], rank=states.stride(0), sequence=states.stride(-2))
     # the columns of a step's matrix that are read: one for every draw, at most all
     work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
-    call.run("sample", shared(places, work))
+    call.run("sample", thread_spans(places, work))
 
 
 def paths(chain: Chain, k: int | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

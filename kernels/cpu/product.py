@@ -15,7 +15,7 @@ from torch import Tensor
 from ..numbers import exact_sum, near_one
 from ..plain import product as plain
 from ..tree import add_offset
-from .arguments import copies, run_each, shared
+from .arguments import run, thread_spans
 from .library import struct
 
 # least matrices of a segment, which are worth the additional product
@@ -62,9 +62,9 @@ def prefixes_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
 def _recompute(flagged: Tensor, function: Callable[..., Any], *tensors: Tensor) -> int:
     """The number of entries of the last tensor that belong to flagged stacks, which the function computes again."""
     flags, count = flagged.tolist(), 0
-    for flag, run in groupby(range(len(flags)), flags.__getitem__):
+    for flag, group in groupby(range(len(flags)), flags.__getitem__):
         if flag:
-            numbers = list(run)
+            numbers = list(group)
             parts = [tensor[numbers[0] : numbers[-1] + 1] for tensor in tensors]
             function(*parts)
             count += parts[-1].numel()
@@ -113,12 +113,12 @@ def _run(stack: Tensor, *, segments: int = 1, prefixes: int = 0, **tensors: Tens
         call.stack_set, call.stack_step, call.stack_row, call.stack_column = stack.stride()
         for name, tensor in {"stack": stack, "flagged": flagged, **tensors}.items():
             setattr(call, name, tensor.data_ptr())
-        run_each(copies(call, shared(g * segments, _work(stack))), stack.dtype, "tree")
+        run(call, stack.dtype, "tree", thread_spans(g * segments, _work(stack)))
     return flagged[:, 0] if segments == 1 else flagged.any(1)
 
 
 def _work(stack: Tensor) -> int:
-    """The multiply-adds in the units of `shared`, whose products are slower."""
+    """The multiply-adds in the units of `thread_spans`, whose products are slower."""
     g, s, c, _ = stack.shape
     return g * s * c**3 // 4
 
@@ -127,7 +127,7 @@ def _segments(stack: Tensor) -> int:
     """The number of segments of each stack: one, unless there are fewer stacks than threads."""
     g, s = stack.shape[:2]
     most = max(1, s // _SHORTEST)
-    return min(most, -(-len(shared(g * most, _work(stack))) // g))
+    return min(most, -(-len(thread_spans(g * most, _work(stack))) // g))
 
 
 def _matrices(stack: Tensor) -> Tensor:

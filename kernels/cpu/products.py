@@ -21,7 +21,7 @@ from ..chain import Layout
 from ..numbers import exact_sum
 from ..structured import Gradients, Saved, Structured
 from . import team
-from .arguments import Pointing, copies, function, places, set_field, shared
+from .arguments import Pointing, copies, function, places, set_field, thread_spans
 from .factors import counts, entering, multiply
 from .library import fields, in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
@@ -89,7 +89,7 @@ class Scan(Pointing):
         self.set(x=x, x_at=places(x, chain.batch)[self.order].contiguous(), grad_at=self.order * (chain.v * c))
         names = "state", "ends", "tops", "powers", "flagged", "live", "weight", "inverse"
         self.set(**{name: getattr(self, name) for name in names})
-        self.arguments.shares = len(shared(n, 16 * n * c))
+        self.arguments.shares = len(thread_spans(n, 16 * n * c))
         return copies(self.arguments, [(share, share + 1) for share in range(self.arguments.shares)])
 
     def new(self, *shape: int) -> Tensor:

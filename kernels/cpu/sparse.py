@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..structured import POSTERIORS, Arcs, Durations, Gradients, Saved, Structured
-from .arguments import Pointing, function, places, run, shared
+from .arguments import Pointing, function, places, run, thread_spans
 from .library import fields, in_large_pages, struct
 
 _Result = TypeVar("_Result")
@@ -207,9 +207,9 @@ class _Call(Pointing):
         With `whole_sets`, each set of parameters belongs to one thread; at most `most` threads share an only set.
         """
         if not whole_sets or self._sets == 1:
-            return shared(self.n, self._work, most if whole_sets else None)
+            return thread_spans(self.n, self._work, most if whole_sets else None)
         ends = [0, *torch.bincount(self._set_of, minlength=self._sets).cumsum(0).tolist()]
-        return [(ends[first], ends[last]) for first, last in shared(self._sets, self._work)]
+        return [(ends[first], ends[last]) for first, last in thread_spans(self._sets, self._work)]
 
     def sums(self, threads: int) -> list[Tensor]:
         """Zeros like the parameter for its gradient: one tensor, or one for each thread if these share an only set.

@@ -17,7 +17,7 @@ from .library import library, struct
 _PROCESS = os.getpid()
 
 
-# of c/team.c
+# `Calls` of c/team.h
 Calls = struct("*function *arguments size count *results taken")
 
 

@@ -17,7 +17,7 @@ from ..weights import Weights, check_weights
 from .arguments import Arguments, Call, function, offsets, run, set_field
 from .library import in_large_pages
 
-_Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 
 # the log-partition, the forward messages, and which of them are logarithms; see `kernels.message.Kept`
 Residuals = tuple[Tensor, Tensor, Tensor]
@@ -33,21 +33,21 @@ _MISSING = object()
 # the fields that point to the gradients of x, bulk and p0
 _GRADIENTS = "grad_x", "grad_bulk", "grad_p0_real"
 
-# scratch that calls use again: a call takes one from the list, so that no other thread has it, and puts it back; calls
-# that need more bytes have other scratch
-_free: list[Tensor] = []
+# scratch that calls reuse: a call takes one from the list, so that no other thread has it, and puts it back; calls
+# that need more bytes allocate their scratch
+_free_scratch: list[Tensor] = []
 _SCRATCH = 2**20
 
 
-def cached(key: Any, make: Callable[[], _Made]) -> _Made:
+def cached(key: Any, make: Callable[[], _Value]) -> _Value:
     """The result of `make` for this key, which holds everything that it depends on."""
-    made = _templates.get(key, _MISSING)
-    if made is _MISSING:
-        made = make()
+    value = _templates.get(key, _MISSING)
+    if value is _MISSING:
+        value = make()
         if len(_templates) >= _MOST:
             _templates.clear()
-        _templates[key] = made
-    return made  # type: ignore[no-any-return]
+        _templates[key] = value
+    return value  # type: ignore[no-any-return]
 
 
 class Template:
@@ -88,7 +88,7 @@ class Template:
         call, size = prepared
         if size <= _SCRATCH:
             try:
-                scratch = _free.pop()
+                scratch = _free_scratch.pop()
             except IndexError:
                 size = _SCRATCH
         if scratch is None:
@@ -96,7 +96,7 @@ class Template:
         arguments.scratch = (scratch.data_ptr() + 63) // 64 * 64
         result: int = call(ctypes.byref(arguments))
         if scratch.numel() == _SCRATCH:
-            _free.append(scratch)
+            _free_scratch.append(scratch)
         return result
 
     def _new(self, shape: Sequence[int]) -> Tensor:

@@ -240,7 +240,7 @@ def test_level_is_what_torch_finds(capability, monkeypatch):
 def test_a_missing_library_says_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
-    with pytest.raises(ImportError, match=r"logchain-\S+: expected beside library.py, .* python kernels/cpu/build.py"):
+    with pytest.raises(ImportError, match=r"logchain-\S+: expected next to library.py, .* python kernels/cpu/build.py"):
         library.library()
 
 
