@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     def of_parameters(cls, batch: Sequence[int], parameters: Sequence[Tensor]) -> "Layout":
         """The layout of a batch *B, of parameters [*B or ones, ...]."""
         axes = range(len(batch))
-        return cls(tuple(batch), tuple(axis for axis in axes if any(one.shape[axis] != 1 for one in parameters)))
+        return cls(tuple(batch), tuple(axis for axis in axes if any(tensor.shape[axis] != 1 for tensor in parameters)))
 
     @property
     def order(self) -> tuple[int, ...]:

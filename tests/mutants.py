@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant("an entropy ignores the weights of transitions", C + "counts.h",
            "+= (double)total(mean)", "+= 0 * (double)total(mean)", table(f"{VALUES} and cpu-entropy")),
     Mutant("an entropy counts a matrix once for all steps", C + "counts.h",
-           "mean / all * (double)(steps_of(a, q) - 1)", "mean / all",
+           "mean / norm * (double)(steps_of(a, q) - 1)", "mean / norm",
            "tests/test_marginals.py -k large_partitions"),
     Mutant("a mean counts emissions that were raised", C + "call.h", "if (are_logs && any", "if (0 && any",
            "tests/test_marginals.py -k far_potentials"),

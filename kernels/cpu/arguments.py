@@ -131,9 +131,9 @@ class Call(Pointing):
 
     def matrices(self, name: str, tensor: Tensor) -> None:
         """Set `bulk`, or its gradient `grad_bulk`, to matrices (s, *own, c, c)."""
-        starts, field, one = self.chain.starts, getattr(self.arguments, name), len(tensor) == 1
-        field.step, (field.from_, field.to) = 0 if one else tensor.stride(0), tensor.stride()[-2:]
-        if starts is None or one:
+        starts, field, shared = self.chain.starts, getattr(self.arguments, name), len(tensor) == 1
+        field.step, (field.from_, field.to) = 0 if shared else tensor.stride(0), tensor.stride()[-2:]
+        if starts is None or shared:
             self._at(name, offsets(tensor.shape[1:-2], tensor.stride()[1:-2]))
         else:  # matrix i leads into row i of x
             self._at(name, (starts + 1) * tensor.stride(0))

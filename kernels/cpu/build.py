@@ -38,7 +38,7 @@ LINK = ROOT / "logchain" / "kernels"
 
 # what an sdist holds in addition to the package: the tests, and what they read
 AROUND = (".ci", ".docs", "notebooks", "tests")
-MADE = {"__pycache__", ".ipynb_checkpoints", "site"}
+GENERATED = {"__pycache__", ".ipynb_checkpoints", "site"}
 
 # the compiler may fuse a product and a sum, and change nothing else about the arithmetic; the loops set flush to zero
 FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fdenormal-fp-math=dynamic
@@ -115,8 +115,8 @@ def libraries(target: Target, into: Path) -> list[Path]:
     """
     into.mkdir(parents=True, exist_ok=True)
     files = [into / target.library(level) for level in target.levels]
-    for other in {*into.glob("logchain-*")} - {*files}:
-        other.unlink()
+    for old in {*into.glob("logchain-*")} - {*files}:
+        old.unlink()
     if find_spec("ziglang"):
         return [compile_library(target, level, into) for level in target.levels]
     newest = max(path.stat().st_mtime for path in [Path(__file__), *SOURCES])
@@ -208,7 +208,7 @@ class BuildPy(build_py):
         """The files of an sdist, as paths from the root."""
         around = [path for folder in AROUND for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
         paths = [path.relative_to(ROOT) for path in (*SOURCES, *around)]
-        return [*super().get_source_files(), *(str(path) for path in paths if not MADE & {*path.parts})]
+        return [*super().get_source_files(), *(str(path) for path in paths if not GENERATED & {*path.parts})]
 
 
 def release(into: Path) -> list[Path]:

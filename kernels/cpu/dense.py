@@ -90,15 +90,15 @@ def _counts(call: Call, grad_bulk: Tensor | None) -> tuple[list[tuple[int, int]]
     `grad_bulk`, to which the others are added.
     """
     chain = call.chain
-    g, m, c, one = chain.g, chain.m, chain.c, len(chain.bulk) == 1
+    g, m, c, shared = chain.g, chain.m, chain.c, len(chain.bulk) == 1
     if grad_bulk is None or call.arguments.steps == 1:
         return call.spans(), []
     if g > 1:  # each set of matrices belongs to one thread
         spans, copies = call.spans(whole_sets=True), 1
     else:  # so few threads that their copies of the gradient take no more memory than the messages
-        spans = call.spans(most=None if one else max(1, m // c))
+        spans = call.spans(most=None if shared else max(1, m // c))
         copies = len(spans)
-    if one:
+    if shared:
         return spans, [torch.zeros(g, c, c, dtype=torch.float64, device="cpu") for _ in range(copies)]
     call.matrices("grad_bulk", in_large_pages(grad_bulk))
     return spans, [grad_bulk, *(torch.empty_like(grad_bulk) for _ in range(1, copies))]
@@ -132,15 +132,15 @@ def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
 
     The mean is NaN where loops underflow.
     """
-    p, *others = replace(chains[0], by_log=True), *chains[1:]
+    p = replace(chains[0], by_log=True)
     log_norm, mean = torch.zeros(2, p.g, p.m, dtype=torch.float64, device="cpu")
     flagged = torch.zeros(p.g, p.m, dtype=torch.uint8, device="cpu")
     states, call, second = messages_of(p, p.v).view(p.v, *p.lead, p.c), Call(p), None
     call.set(log_norm=log_norm, means=mean, weight=torch.ones_like(mean), messages=messages_of(p, p.v))
     call.set(flagged=flagged, uncounted=torch.full((p.g, p.m), p.v, device="cpu"), grad_x=states)
     call.rows("out", states)
-    if others:
-        second = Call(replace(others[0], dtype=p.dtype))
+    if len(chains) > 1:
+        second = Call(replace(chains[1], dtype=p.dtype))
         call.arguments.means.less = ctypes.addressof(second.arguments)
     call.run("means", call.spans())
     return log_norm, mean, flagged == 1  # forward
@@ -201,7 +201,7 @@ class Messages:
         call.paths(states, 1, steps, rank=steps, sequence=steps)
         call.set(steps=steps)
         if call.ends is not None:
-            ends, each = call.ends.clamp(max=steps), states.flatten(0, 1)
-            each[torch.arange(len(each), device="cpu"), ends.flatten() - 1] = each[:, -1].clone()
+            ends, paths = call.ends.clamp(max=steps), states.flatten(0, 1)
+            paths[torch.arange(len(paths), device="cpu"), ends.flatten() - 1] = paths[:, -1].clone()
             call.set(ends=ends)
         call.run("viterbi_backward", call.spans())

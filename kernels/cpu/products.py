@@ -258,7 +258,7 @@ class _Counts:
         `between`: for all factors but the last, at each step.
         """
         scan, pattern, (length, count, _) = self.scan, self.scan.weights.pattern, sources.shape
-        rows, last = (scan.of_steps(one) for one in (scan.state[first - 1 : first - 1 + length, :count], sources))
+        rows, last = (scan.of_steps(values) for values in (scan.state[first - 1 : first - 1 + length, :count], sources))
         if self.shares is not None:
             rows = rows * scan.of_steps(self.shares[:count, None].repeat(length, 1, 1))
         fronts = entering(pattern.factors, rows, scan.matrices(first)[0])

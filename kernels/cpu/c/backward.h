@@ -40,13 +40,13 @@ static void last_row(BackwardPass *b, int64_t place) {
 /* Whether raised emissions of a last step matter to what follows it: no later sum has tested them. */
 static int raised_matters(const Pass *w, int64_t place, int64_t step, const real *forward, const real *backward) {
     const real *x = x_at(w->a, sequence_of(w, place), step);
-    double all = 0, raised = 0;
+    double norm = 0, raised = 0;
     real top = top_of(x, w->a->states);
     for (int64_t j = 0; j < w->a->states; j++) {
         double both = (double)forward[j] * (double)backward[j] * (double)power_of_two(-TOP);
-        all += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
+        norm += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
     }
-    return !(raised <= all * (double)power_of_two(-GUARD));
+    return !(raised <= norm * (double)power_of_two(-GUARD));
 }
 
 /* Scales B by `scale`, to a largest entry near 2^TOP, and writes the posterior w S B / sum S B, with 0 for denormal
@@ -61,7 +61,7 @@ INLINE Range row_posterior(int64_t c, int64_t width, const real *forward, real *
         write_some(backward + j, b, width - j);
         sum += read_some(forward + j, 1, width - j, 0) * (b * down);
     }
-    real all = total(sum), least_seen = all * power_of_two(1 - BIAS), inverse_sum = all > 0 ? 1 / all : 0;
+    real norm = total(sum), least_seen = norm * power_of_two(1 - BIAS), inverse_sum = norm > 0 ? 1 / norm : 0;
     for (int64_t k = 0; k < vectors_of(c) && posterior; k++) {
         int64_t j = start_of(k, c);
         reals both = load(forward + j) * (load(backward + j) * down);

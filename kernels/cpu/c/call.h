@@ -199,7 +199,7 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
    up to 1; 0 if there are none. */
 static double mean_of(const Chain *a, int are_logs, const real *from, int64_t step, const real *minus,
                       int64_t minus_step, real *shares) {
-    reals sum = {0}, all = {0};
+    reals sum = {0}, norm = {0};
     for (int64_t j = 0, c = a->states; j < c; j += LANES) {
         reals share = read_some(shares + j, 1, c - j, 0);
         reals terms = logs_of_weights(are_logs, from + j * step, step, c - j);
@@ -209,10 +209,10 @@ static double mean_of(const Chain *a, int are_logs, const real *from, int64_t st
             write_some(shares + j, share, c - j);
         }
         if (minus) terms -= logs_of_weights(are_logs, minus + j * minus_step, minus_step, c - j);
-        sum += where(share > 0, share * terms, (reals){0}), all += where(share > 0, share, (reals){0});
+        sum += where(share > 0, share * terms, (reals){0}), norm += where(share > 0, share, (reals){0});
     }
-    real whole_sum = total(all);
-    return whole_sum > 0 ? (double)total(sum) / (double)whole_sum : 0;
+    real whole = total(norm);
+    return whole > 0 ? (double)total(sum) / (double)whole : 0;
 }
 
 /* log Z and `means` of a thread's sequences, NaN for flagged ones; posteriors are left in grad_x. */

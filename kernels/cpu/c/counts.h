@@ -200,13 +200,13 @@ static void add_counts(Counts *t, const Pass *w) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0);
     Factors unscale = unscale_of(w);
-    double mean = 0, all = 0;
+    double mean = 0, norm = 0;
     for (int64_t k = 0; k < c; k++)
         for (int64_t j = 0; j < c; j++) {
             double count = count_of_entry(t, w, k, j);
             if (a->counts) a->counts[(w->set * c + k) * c + j] += gradient_of_entry(t, w, unscale, k, j);
             if (!a->counts) mean += count * (double)t->terms[k * w->width + j];
-            if (!a->counts) all += count * (double)w->matrix.entries[k * w->matrix.row + j];
+            if (!a->counts) norm += count * (double)w->matrix.entries[k * w->matrix.row + j];
         }
-    if (a->means.data && all > 0) a->means.data[q] += mean / all * (double)(steps_of(a, q) - 1);
+    if (a->means.data && norm > 0) a->means.data[q] += mean / norm * (double)(steps_of(a, q) - 1);
 }

@@ -61,8 +61,8 @@ static void count_durations(const Matrix *m, const Matrix *square, const Factor 
     Counting n = *f->counting;
     Row weight = durations_of(m), forward = m->forward, entering = m->sums;
     real *counts = n.counts + m->start[m->matrix_blocks] * LANES;
-    gather_ends(m, n.kept, forward);
-    n.kept = forward, count_dense(square, inner, &n);
+    gather_ends(m, n.forward, forward);
+    n.forward = forward, count_dense(square, inner, &n);
     for (int64_t s = 0; s < m->segments; s++)
         sum_products(m->matrix_blocks, forward, row_from(m->entries, s * LANES), m->segments, entering, s);
     settle_row(m->matrix_blocks * LANES, entering);

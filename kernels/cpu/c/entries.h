@@ -86,7 +86,7 @@ typedef struct {
 
 /* Entries that are counted while they are summed: S P T / Z times 2^lift, without the mantissas of P. `shift`: what
    exponents lack; `share`: weight / Z. */
-typedef struct { Row kept; real shift, share, lift, *counts; } Counting;
+typedef struct { Row forward; real shift, share, lift, *counts; } Counting;
 
 /* A row to be multiplied by a matrix: the row, also aligned to 2^e, or null; where the sums go; what is counted, or
    null; the number of blocks where the aligned row was not right. */

@@ -24,7 +24,7 @@ static void scan_forward(Scan *w) {
             Sequence *s = w->sequence + f;
             if (step >= s->place->steps) continue;
             s->has_nan |= step == 0 ? read_p0(a, s->place, s->sums) : w->matrix.has_nan;
-            emit(w, s, step, kept_row(w, s->place, step));
+            emit(w, s, step, forward_row(w, s->place, step));
             if (a->taken) a->taken[row_at(a, s->place, step)] = s->taken;
             write_forward(w, s, step);
             if (step + 1 == s->place->steps) finish_scan(w, s);
@@ -39,7 +39,7 @@ static void write_p0_gradient(const Scan *w, const Sequence *s) {
     real top = 0;
     read_p0(a, s->place, s->sums);
     Mode mode = flush_to_zero(w->ordinary);
-    top = top_of_products(w, &(Sequence){.sums = s->sums, .kept = s->message});
+    top = top_of_products(w, &(Sequence){.sums = s->sums, .forward = s->message});
     for (int64_t j = 0; j < a->states; j += LANES) {
         Split t = load_split(s->message, j), p = load_split(s->sums, j);
         sum += (double)total(t.m * p.m * bounded_power((t.e + p.e) - top));
@@ -63,13 +63,13 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
     if (!a->log_norm) return;
     if (kind_of(a) == DENSE) return begin_dense(w, s, step);
     double taken = a->taken[row_at(a, s->place, step)];
-    s->kept = kept_row(w, s->place, step);
+    s->forward = forward_row(w, s->place, step);
     if (last) {
-        real top = top_of_row(w->width, s->kept);
-        s->sum = sum_of_split_row(w->width, s->kept, top), s->whole = taken + (double)top;
+        real top = top_of_row(w->width, s->forward);
+        s->sum = sum_of_split_row(w->width, s->forward, top), s->whole = taken + (double)top;
     }
     s->counting.shift = (real)(taken + s->taken - s->whole);
-    s->counting.share = (real)(weight_of(a, s) / s->sum), s->counting.kept = s->kept;
+    s->counting.share = (real)(weight_of(a, s) / s->sum), s->counting.forward = s->forward;
 }
 
 /* Posteriors, counts of dense matrices, and T. */
@@ -184,13 +184,14 @@ static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
     if (a->one_matrix) w.counts.total = take(&scratch, w.counts.entries * LANES * 8);
     Sequence sequences[TOGETHER], current[TOGETHER];
     for (int64_t f = 0; f < count; f++) {
-        Row message = take_row(&scratch, w.width + 2 * reach), sums = take_row(&scratch, w.width + LANES);
-        Row kept = take_row(&scratch, kind_of(a) == DENSE ? w.width : 0);
+        Row row = take_row(&scratch, w.width + 2 * reach), sums = take_row(&scratch, w.width + LANES);
+        Row forward = take_row(&scratch, kind_of(a) == DENSE ? w.width : 0);
         real *aligned = take(&scratch, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
-        sequences[f] = (Sequence){.message = row_from(message, reach), .sums = sums, .kept = kept, .aligned = aligned};
+        sequences[f] =
+            (Sequence){.message = row_from(row, reach), .sums = sums, .forward = forward, .aligned = aligned};
         if (!a->scratch) continue;
-        clear_row(w.width + 2 * reach, message), clear_row(w.width, sums);
-        if (kind_of(a) == DENSE) clear_row(w.width, kept);
+        clear_row(w.width + 2 * reach, row), clear_row(w.width, sums);
+        if (kind_of(a) == DENSE) clear_row(w.width, forward);
     }
     if (!a->scratch) return scratch.bytes;
     read_weights(&w), clear_counts(&w.counts), w.sequence = current;

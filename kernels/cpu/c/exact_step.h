@@ -24,7 +24,7 @@ enum { BITS_OF_TERMS = 8 };
 typedef struct {
     const Place *place;
     Row message, sums;    /* S or T, with zeros on both sides as far as sums reach; U or B (width) */
-    Row kept;             /* S of a step, as it was kept; in scratch (width) of dense chains */
+    Row forward;          /* S of a step, as it was kept; in scratch (width) of dense chains */
     real *aligned;        /* the message, see align */
     Factor factor;
     Counting counting;
@@ -59,7 +59,7 @@ INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
     return at_step(a->x, step) + place->x;
 }
 INLINE int64_t row_at(const Exact *a, const Place *place, int64_t step) { return place->index * a->steps + step; }
-INLINE Row kept_row(const Scan *w, const Place *place, int64_t step) {
+INLINE Row forward_row(const Scan *w, const Place *place, int64_t step) {
     int64_t at = row_at(w->a, place, step) * w->width;
     return w->a->mantissas ? (Row){w->a->mantissas + at, w->a->exponents + at} : (Row){0, 0};
 }
@@ -107,9 +107,9 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
 }
 
 /* A message from sums and x - less. Returns the lanes with an x beyond NEAR, a NaN, or an exponent that is not exact,
-   which only a `careful` call takes right; it also finds the largest emission. */
-INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next_row, Row sums, Row message,
-                      Row kept, const operand *x, real before, real less, Emitted *emitted) {
+   which only a `careful` call handles; it also returns the largest emission. `copied`: to `copy`, too. */
+INLINE wholes emit_by(const int careful, const int copied, int64_t c, int64_t next_row, Row sums, Row message,
+                      Row copy, const operand *x, real before, real less, Emitted *emitted) {
     wholes strange = {0}, low = {0};
     reals top = splat(-INFINITE), most = splat(-INFINITE);
     for (int64_t j = 0; j < c; j += LANES) {
@@ -120,7 +120,7 @@ INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next
         strange |= is_far(a) | (a != a), low |= (b.e < (real)-EXACT) & (b.e > -INFINITE), top = larger(b.e, top);
         if (careful) most = larger(where(a > -INFINITE, e.e, a), most);
         store_split(message, j, b);
-        if (keep) store_split(kept, j, b);
+        if (copied) store_split(copy, j, b);
     }
     *emitted = (Emitted){largest(top), careful ? largest(most) : 0, any(low)};
     return strange | low;
@@ -128,13 +128,13 @@ INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next
 
 /* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. A
    step that needs care is followed by others. */
-INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
+INLINE void emit(Scan *w, Sequence *s, int64_t step, Row copy) {
     const operand *x = x_row(w->a, s->place, step);
     Emitted emitted;
     int64_t c = w->a->states, next = w->next_row;
     Row sums = s->sums, to = s->message;
-    if (!s->careful && kept.m) s->careful = any(emit_by(0, 1, c, next, sums, to, kept, x, s->top, 0, &emitted));
-    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, kept, x, s->top, 0, &emitted));
+    if (!s->careful && copy.m) s->careful = any(emit_by(0, 1, c, next, sums, to, copy, x, s->top, 0, &emitted));
+    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, copy, x, s->top, 0, &emitted));
     if (s->careful) {
         reals high = splat(-INFINITE);
         wholes numbers = {0};
@@ -145,7 +145,7 @@ INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
         real less = largest(high);
         s->has_nan |= any(numbers);
         if (less < NEAR && (less > -NEAR || less == -INFINITE)) less = 0;
-        wholes strange = emit_by(1, kept.m != 0, c, next, sums, to, kept, x, s->top, less, &emitted);
+        wholes strange = emit_by(1, copy.m != 0, c, next, sums, to, copy, x, s->top, less, &emitted);
         add(&s->shift, (double)less);
         s->level += (double)emitted.most + (double)w->matrix.top + BITS_OF_TERMS;
         s->careful = any(strange) || s->level > -__builtin_inf();
@@ -161,7 +161,7 @@ static real top_of_products(const Scan *w, const Sequence *s) {
     reals top = splat(-INFINITE);
     for (int64_t j = 0; j < w->width; j += LANES) {
         Split b = load_split(s->sums, j);
-        top = larger(settled(b.m, b.e).e + load(s->kept.e + j), top);
+        top = larger(settled(b.m, b.e).e + load(s->forward.e + j), top);
     }
     return largest(top) > -INFINITE ? largest(top) : 0;
 }
@@ -169,12 +169,12 @@ static real top_of_products(const Scan *w, const Sequence *s) {
 /* Posteriors of a step from S and the sums B; returns the sum of S B over 2^whole. */
 static double write_posteriors(const Scan *w, const Sequence *s, operand *out) {
     reals total_of = {0};
-    Row kept = s->kept, sums = s->sums;
+    Row messages = s->forward, sums = s->sums;
     real shift = s->counting.shift, share = s->counting.share;
     int64_t c = w->a->states, width = w->width;
     for (int64_t j = 0; j < c; j += LANES) {
-        Split forward = load_split(kept, j), b = load_split(sums, j);
-        __builtin_prefetch(kept.m + j - width), __builtin_prefetch(kept.e + j - width);
+        Split forward = load_split(messages, j), b = load_split(sums, j);
+        __builtin_prefetch(messages.m + j - width), __builtin_prefetch(messages.e + j - width);
         b = settled(b.m, b.e);
         reals both = forward.m * b.m * bounded_power((forward.e + b.e) + shift);
         total_of += both;
@@ -276,8 +276,8 @@ static void lower_raised(const Scan *w, const Sequence *s, int64_t step) {
     for (int64_t j = 0; j < c; j++) top = (real)x[j] > top ? (real)x[j] : top;
     for (int64_t j = 0; j < c; j += LANES) {
         reals below = read_some(x + j, 1, c - j, top) - top - LOG_DEEPEST;
-        Split factor = exponential_split(smaller(below, splat(0)), 1), kept = load_split(s->kept, j);
-        store_split(s->kept, j, settled(kept.m * factor.m, kept.e + factor.e));
+        Split factor = exponential_split(smaller(below, splat(0)), 1), kept = load_split(s->forward, j);
+        store_split(s->forward, j, settled(kept.m * factor.m, kept.e + factor.e));
     }
 }
 
@@ -289,7 +289,7 @@ static void begin_dense(const Scan *w, Sequence *s, int64_t step) {
     if (step + 1 > a->uncounted[q]) s->counting.counts = 0;
     for (int64_t j = 0; j < a->states; j += LANES) {
         reals kept = read_some(message_at(a, q, step) + j, 1, a->states - j, logs ? -INFINITE : 0);
-        store_split(s->kept, j, weight_split(kept, logs));
+        store_split(s->forward, j, weight_split(kept, logs));
     }
     if (a->boundary.following && last && !logs) lower_raised(w, s, step);
 }
@@ -311,6 +311,7 @@ static void last_row(const Scan *w, Sequence *s) {
 /* Posteriors and counts of a step. */
 static void end_dense(const Scan *w, Sequence *s, int64_t step, operand *out) {
     find_posteriors(w, s, out);
-    if (s->counting.counts && s->sum > 0) s->counting.kept = s->kept, count_dense(&w->matrix, &s->factor, &s->counting);
+    s->counting.forward = s->forward;
+    if (s->counting.counts && s->sum > 0) count_dense(&w->matrix, &s->factor, &s->counting);
     if (step == 0 && leaving_backward(w->a->dense)) write_leaving_logs(w, s, s->sums, top_of_row(w->width, s->sums), 0);
 }

@@ -26,7 +26,7 @@ INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const
     for (int k = 0; k < held; k++) shift[k] = m->shift[k];
     for (int64_t block = 0; block < blocks; block++) {
         int64_t j = block * LANES, at = block * count * LANES;
-        Split forward = n ? load_split(counting.kept, j) : zero_split();
+        Split forward = n ? load_split(counting.forward, j) : zero_split();
         Row weight = row_from(entries, at), near = row_from(from, j);
         Split sum = sum_some_bands(held, shift, weight, near, forward, n, counting.counts + at);
         for (int64_t d = held; d < count; d += held) {
@@ -133,7 +133,7 @@ INLINE void sum_arcs_by(const int counted, const Matrix *m, int64_t width, Facto
     for (int64_t block = 0; block < m->blocks; block++) {
         const int32_t *state = s->state + block * LANES;
         Split forward = zero_split(), sum;
-        if (n) forward = (Split){gather_reals(n->kept.m, state), gather_reals(n->kept.e, state)};
+        if (n) forward = (Split){gather_reals(n->forward.m, state), gather_reals(n->forward.e, state)};
         if (!from->aligned || !sum_aligned_arcs(m, m->start[block], m->start[block + 1], from, forward, n, &sum)) {
             for (int64_t j = 0; j < width && !from->failed; j++) pairs[j] = (Pair){from->row.m[j], from->row.e[j]};
             from->failed++;
@@ -223,7 +223,7 @@ static void sum_dense(const Matrix *m, int64_t count, Factor **from) {
 static void count_dense(const Matrix *m, const Factor *from, const Counting *n) {
     for (int64_t block = 0; block < m->blocks; block++) {
         reals high = load(from->to.e + block * LANES);
-        reals factor = count_factor(n, load_split(n->kept, block * LANES), high);
+        reals factor = count_factor(n, load_split(n->forward, block * LANES), high);
         int aligned = from->aligned && !any(high != splat(from->e));
         for (int64_t t = m->start[block]; t < m->start[block + 1]; t++) {
             int64_t k = m->other[t];

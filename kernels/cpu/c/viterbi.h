@@ -250,8 +250,8 @@ static void ranks_backward(const Best *b, int64_t place) {
     }
 }
 
-/* `kept`: messages lie in `messages`, in the order of places. */
-static int64_t each_best(const Chain *a, int ranked, int kept, void pass(Best *)) {
+/* Runs `pass` on the places of each set; `in_messages`: messages are those of the caller, in the order of places. */
+static int64_t run_best(const Chain *a, int ranked, int in_messages, void pass(Best *)) {
     int64_t width = width_of(a), most = most_places(a, ranked ? 1 : GROUP);
     Scratch scratch = {.begin = a->scratch};
     Best b = {.pass = {.a = a, .width = width}, .ranks = ranked ? a->paths.ranks : 1, .read = -1};
@@ -260,13 +260,13 @@ static int64_t each_best(const Chain *a, int ranked, int kept, void pass(Best *)
     b.pass.sums = take_reals(&scratch, (ranked ? b.ranks : GROUP) * width);
     b.pass.initial = take_reals(&scratch, width);
     b.best = take_reals(&scratch, 2 * b.ranks * LANES);
-    if (!kept) b.messages = take_reals(&scratch, (ranked ? 2 : a->steps) * most * b.ranks * width);
+    if (!in_messages) b.messages = take_reals(&scratch, (ranked ? 2 : a->steps) * most * b.ranks * width);
     if (ranked) b.choices = take(&scratch, a->steps * most * b.ranks * width * (int64_t)sizeof(whole));
     if (!a->scratch) return scratch.bytes;
     for (int64_t q = a->first; q < a->last; q += b.pass.count) {
         enter_set(&b.pass, q, most);
-        b.pitch = kept ? a->sets * a->members : b.pass.count;
-        if (kept) b.messages = a->messages.data + q * width;
+        b.pitch = in_messages ? a->sets * a->members : b.pass.count;
+        if (in_messages) b.messages = a->messages.data + q * width;
         pass(&b);
     }
     return 0;
@@ -279,7 +279,7 @@ static void best_ranks(Best *b) {
 }
 static void path_to_end(Best *b) { best_backward(b, 1); }
 
-EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, 0, best_path); }
-EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return each_best(a, 1, 0, best_ranks); }
-EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, 1, best_forward); }
-EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, 1, path_to_end); }
+EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return run_best(a, 0, 0, best_path); }
+EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return run_best(a, 1, 0, best_ranks); }
+EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return run_best(a, 0, 1, best_forward); }
+EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return run_best(a, 0, 1, path_to_end); }
