@@ -26,7 +26,7 @@ Matrices = struct("*data step from_ to *at")
 Paths = struct("*data rank ranks steps *at")
 Outputs = struct("*grad_x *log_forward *log_backward *filtered step *at")
 Boundary = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
-Means = struct("*data *less")
+Means = struct("*data *second")
 
 
 class Arguments(ctypes.Structure):

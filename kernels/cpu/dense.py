@@ -141,7 +141,7 @@ def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
     call.rows("out", states)
     if len(chains) > 1:
         second = Call(replace(chains[1], dtype=p.dtype))
-        call.arguments.means.less = ctypes.addressof(second.arguments)
+        call.arguments.means.second = ctypes.addressof(second.arguments)
     call.run("means", call.spans())
     return log_norm, mean, flagged == 1  # forward
 

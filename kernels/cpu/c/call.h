@@ -34,7 +34,7 @@ EXPORT int64_t EXPORTED(logchain_has_negative)(const Chain *a) {
     return 0;
 }
 
-/* log Z rounded into `value`. */
+/* Writes log Z, rounded, to `value`. */
 static void write_values(const Chain *a) {
     for (int64_t place = a->first; place < a->last && a->value; place++) {
         int64_t q = sequence_in(a, place);
@@ -42,7 +42,7 @@ static void write_values(const Chain *a) {
     }
 }
 
-/* log Z into log_norm and `value`; how many sequences were recomputed exactly. */
+/* Writes log Z to log_norm and `value`; returns how many sequences were recomputed exactly. */
 static int64_t find_value(const Chain *a) {
     int64_t flagged = EXPORTED(logchain_forward)(a);
     if (!a->scratch) return larger_of(flagged, EXPORTED(logchain_redo_forward)(a));
@@ -51,7 +51,7 @@ static int64_t find_value(const Chain *a) {
     return flagged;
 }
 
-/* Rounds the gradients of p0 (g, m, c) into its own shape; those that share a row there are added in `sums`. */
+/* Rounds the gradients of p0 (g, m, c) into its shape; those that share a row there are added in `sums`. */
 static void write_p0_gradients(const Chain *a, const double *gradients, double *sums) {
     int64_t c = a->states, entries = sequences_of(a) * c;
     const Rows *to = &a->grad_p0_real;
@@ -60,7 +60,7 @@ static void write_p0_gradients(const Chain *a, const double *gradients, double *
     for (int64_t k = 0; k < entries; k++) to->data[to->at[k / c] + k % c] = (real)sums[to->at[k / c] + k % c];
 }
 
-/* Gradients in the operands' own shapes, from the messages that `value` keeps; sums over sequences are float64. */
+/* Gradients in the operands' shapes, from the messages that `value` keeps; sums over sequences are float64. */
 EXPORT int64_t EXPORTED(logchain_gradients)(const Chain *a) {
     Chain chain = *a;
     Scratch scratch = {.begin = a->scratch};
@@ -91,7 +91,7 @@ EXPORT int64_t EXPORTED(logchain_value)(const Chain *a) {
     return a->scratch ? flagged : scratch.bytes + flagged;
 }
 
-/* `value` and then `gradients`, for weights of one; how many sequences were recomputed exactly forward. */
+/* `value` and then `gradients`, for weights of one; returns how many sequences were recomputed exactly forward. */
 EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     Scratch scratch = {.begin = a->scratch};
     Chain chain = with_defaults(a, &scratch);
@@ -159,7 +159,7 @@ static Chain reversed(Chain a) {
     return a;
 }
 
-/* The messages of one direction, that for which there is memory. The number of flagged sequences. */
+/* Writes the messages of one direction, that for which there is memory; returns the number of flagged sequences. */
 EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
     Chain chain = a->out.log_forward ? onward(*a) : reversed(*a);
     return EXPORTED(logchain_forward)(&chain);
@@ -188,7 +188,7 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     return 0;
 }
 
-/* Means of log-weights of paths, or of what they are more than those of another chain, for kernels/plain/entropy.py:
+/* Means of log-weights of paths, or of their differences from those of a second chain, for kernels/plain/entropy.py:
 
        sum over steps of <posterior_i, x_i> + <posterior_0, log p0> + the means of log P, see counts.h
 
@@ -218,7 +218,7 @@ static double mean_of(const Chain *a, int are_logs, const real *from, int64_t st
 /* log Z and `means` of a thread's sequences, NaN for flagged ones; posteriors are left in grad_x. */
 EXPORT int64_t EXPORTED(logchain_means)(const Chain *a) {
     int64_t forward = EXPORTED(logchain_forward)(a), backward = EXPORTED(logchain_backward)(a);
-    const Chain *second = a->means.less;
+    const Chain *second = a->means.second;
     for (int64_t place = a->first; place < a->last && a->scratch; place++) {
         int64_t q = sequence_in(a, place);
         if (a->flagged[q]) a->means.data[q] = (double)__builtin_nanf("");

@@ -1,4 +1,4 @@
-/* The arguments of every exported loop: one pointer to this struct, which arguments.py mirrors field by field.
+/* The arguments of the loops over dense chains: a pointer to this struct, which arguments.py mirrors field by field.
 
    Shapes: v steps, g sets of matrices, m members of each set, c states; sequence q = set m + member. Batches, views and
    packed sequences differ in where the arrays of a sequence begin and in the strides between its steps, which count
@@ -28,7 +28,7 @@ typedef struct {
     const int64_t *at;
 } Outputs;
 
-/* What a stretch of a longer chain takes from the stretches before and after it, and hands to them; or null. */
+/* Messages that a stretch of a longer chain takes from its neighbors, and those for them; each may be null. */
 typedef struct {
     const operand *entering;           /* (g, m, c): log of a forward message with sum 1; x begins at step 1 then */
     const double *entering_double;     /* the same in float64, see call.h */
@@ -39,8 +39,8 @@ typedef struct {
     const double *following;           /* (g, m, c): log backward messages of the last steps; null for zeros */
 } Boundary;
 
-/* Mean log-weights of paths (g, m), or null; where there is another chain, less those that it has, see call.h. */
-typedef struct { double *data; const struct Chain *less; } Means;
+/* Mean log-weights of paths (g, m), less those of a second chain, see call.h; both may be null. */
+typedef struct { double *data; const struct Chain *second; } Means;
 
 typedef struct Chain {
     int64_t steps, sets, members, states, first, last;
@@ -78,8 +78,8 @@ INLINE int64_t sequence_in(const Chain *a, int64_t place) {
     return a->order ? place - place % a->members + a->order[place] : place;
 }
 
-/* Number of steps of sequence q, its initial weights, and its row at a step of x, of kept messages and of gradients.
-   With `entering`, step 0 is the message that entered: it has no gradient, and x begins at step 1. */
+/* The number of steps of sequence q, its initial weights, and its row at a step of kept messages and of x. With
+   `entering`, step 0 is the message that entered: it has no gradient, and x begins at step 1. */
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
 INLINE const operand *p0_at(const Chain *a, int64_t q) { return a->p0.data + (a->p0.at ? a->p0.at[q] : 0); }
 INLINE operand *row_at_step(const Rows *a, int64_t q, int64_t step) { return a->data + a->at[q] + step * a->step; }
@@ -133,8 +133,8 @@ INLINE void fetch_row(int64_t c, const real *row) {
     for (int64_t j = 0; j < c; j += 64 / (int64_t)sizeof(real)) __builtin_prefetch(row + j);
 }
 
-/* Scratch of a call: arrays are handed out one after the other, each on its own cache lines. Every exported loop that
-   is called with a null `scratch` returns the bytes of scratch that it needs, and does nothing else. */
+/* Scratch of a call, from which arrays are taken, each on separate cache lines. Every exported loop that is called with
+   a null `scratch` returns the bytes of scratch that it needs, and does nothing else. */
 typedef struct { char *begin; int64_t bytes; } Scratch;
 
 INLINE char *rest_of(const Scratch *scratch) { return scratch->begin ? scratch->begin + scratch->bytes : 0; }

@@ -120,7 +120,7 @@ INLINE const real *entry_at(const Chain *a, int64_t set, int64_t step, int64_t k
 
 /* P log P of the matrix into a step; 0 where P is. */
 static void find_terms(Counts *t, const Pass *w, int64_t step) {
-    const Chain *a = w->a, *second = a->means.less;
+    const Chain *a = w->a, *second = a->means.second;
     int are_logs = (int)a->logarithms;
     real taken = (real)((double)w->matrix.exponent * 0.69314718055994531);
     reals high = {0};

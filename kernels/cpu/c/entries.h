@@ -1,4 +1,4 @@
-/* The arguments of exact scans, and matrices as blocks of entries, whatever they are given by.
+/* The arguments of exact scans, and matrices of all kinds as blocks of entries.
 
    A block is a vector of neighboring states, of arcs any vector of states. An entry is a vector of weights that lead
    into the states of a block, or in a backward scan out of them, and tells which states are at their other ends:

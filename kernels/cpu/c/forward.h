@@ -19,9 +19,13 @@ enum { GROUP = 48 }; /* rows per product: whole tiles, whose sums stay in the fi
 /* Rows per product; more where each product copies the matrix. */
 INLINE int64_t group_of(const Chain *a) { return is_packed(4 * GROUP, a->states) ? 4 * GROUP : GROUP; }
 
-/* What is known of a place: the logarithms and the powers of two that have been taken out of S, of max x and of matrix
-   shifts, and of k - TOP and of matrix exponents; see row_posterior; whether the last step raised an emission. */
-typedef struct { Sum shift; int64_t exponent; real inverse_sum, scale; int raised; } Member;
+/* What a pass knows of a sequence. */
+typedef struct {
+    Sum shift;               /* logarithms taken out of S: max x, and matrix shifts */
+    int64_t exponent;        /* powers of two taken out of S: k - TOP, and matrix exponents */
+    real inverse_sum, scale; /* see row_posterior */
+    int raised;              /* the last step raised an emission */
+} Member;
 
 /* The pass over `count` places of a set, from its place `begin` on. */
 typedef struct {
@@ -160,7 +164,7 @@ static void store_messages(const Pass *w, int64_t count, int64_t step) {
     }
 }
 
-/* Step 0 of all places. Neighbours that share initial weights prepare them once. */
+/* Step 0 of all places. Neighbors that share initial weights prepare them once. */
 static void start_places(Pass *w, int64_t count) {
     const Chain *a = w->a;
     const real *before = 0;
@@ -267,8 +271,8 @@ INLINE int64_t most_places(const Chain *a, int64_t group) {
     return a->one_matrix && a->members > group ? group : a->members;
 }
 
-/* The same, or 1: sequences of few states whose messages stay in registers take a third of the time one after the
-   other. With more than 8 states that is sure for few sequences alone, and short ones lose it to their beginning. */
+/* The same, or 1: sequences of few states whose messages stay in registers take a third of the time if they are
+   computed one by one. With more than 8 states that is sure for few sequences only, and short ones do not gain. */
 INLINE int64_t most_in_pass(const Chain *a, int64_t group) {
     int few = a->states <= FEW / 2 || (a->states <= FEW && a->last - a->first <= 8);
     return a->one_matrix && few && a->steps >= 32 ? 1 : most_places(a, group);

@@ -97,7 +97,7 @@ INLINE void all_tiles(const int best, const int adds, Product p) {
 /* Rows of b per copy: VECTORS columns of them stay in the first-level cache while all rows use them. */
 enum { DEEP = BYTES * 4 };
 
-/* Whether copying pays: rows of b are in different memory pages, and enough rows of a use each copy. */
+/* Whether copies are worth their time: rows of b are in different memory pages, and enough rows of a use each copy. */
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
 /* All tiles, from copies of columns. A single last vector overlaps columns that are accumulated over parts of the

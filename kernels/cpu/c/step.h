@@ -85,10 +85,10 @@ static void find_low(Matrix *a) {
     a->low = bits >= (natural)bits_of(INFINITE) ? INFINITE : real_of((whole)bits + 1), a->has_low = 1;
 }
 
-/* Whether the largest entry, which is known, is far from 1, and that has not been mended yet. */
+/* Whether the largest entry, which is known, is far from 1 in a matrix that has not been divided yet. */
 INLINE int needs_rescaling(const Matrix *a) { return is_far_from_one(a->high) && !a->exponent; }
 
-/* Divides a matrix that needs it by a power of two near its largest entry; whether it did. */
+/* Divides a matrix that needs it by a power of two near its largest entry; returns whether it did. */
 static int rescale(Matrix *a) {
     find_high(a);
     if (!needs_rescaling(a)) return 0;

@@ -130,7 +130,7 @@ static void best_forward(BestScan *w, const Place *place) {
     w->top = 0, w->unknown = read_logarithms((int)a->logarithms, a->states, p0, a->p0.step, w->row);
     w->unknown |= add_potentials(a->states, x_row(a, place, 0), w->row, &w->top);
     for (int64_t first = 0; first < place->steps - 1; first += a->every, block++) {
-        for (int64_t j = 0; j < width; j += LANES) store(w->checkpoints + block * width + j, load(w->row + j));
+        write_row(width, w->row, 1, w->checkpoints + block * width);
         w->tops[block] = w->top;
         best_block(w, place, first);
     }
@@ -148,7 +148,7 @@ static void best_backward(BestScan *w, const Place *place) {
     for (int64_t block = last > 0 ? (last - 1) / a->every : -1; block >= 0; block--) {
         int64_t first = block * a->every, step = smaller_of(first + a->every, last);
         if (step < last) {
-            for (int64_t j = 0; j < width; j += LANES) store(w->row + j, load(w->checkpoints + block * width + j));
+            write_row(width, w->checkpoints + block * width, 1, w->row);
             w->top = w->tops[block], best_block(w, place, first);
         }
         for (; step > first; step--) path[step - 1] = state = w->before[(step - first - 1) * width + state];
