@@ -162,8 +162,8 @@ MUTANTS = [
            "s->level > -__builtin_inf() ||", "tests/kernels/test_structures.py -k masks"),
     *(Mutant(name, C + "structure_paths.h", old, new, "tests/kernels/test_structure_paths.py -k draws")
       for name, old, new in (
-        ("a draw forgets the message", "(Split){forward.m * product.m", "(Split){0 * own.m + product.m"),
-        ("a draw forgets the weight", "forward.e + product.e", "own.e + 0 * product.e"),
+        ("a draw forgets the message", "(Split){forward.m * product.m", "(Split){0 * forward.m + product.m"),
+        ("a draw forgets the weight", "forward.e + product.e", "forward.e + 0 * product.e"),
         ("the last state is drawn by the first number", "a->weight[begin + step]", "a->weight[begin]"),
         ("draws go on after the end", "log_norm - log_norm == 0 ? place->steps", "log_norm < 1e300 ? v"),
     )),
@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant("a best segment goes on in the next state", C + "structure_paths.h",
            "(whole)(longest - 1 - r), after.value", "(whole)LANES, after.value", BEST),
     Mutant("draws of segments ignore their durations", C + "structure_paths.h", "product.e + factor.e + forward.e",
-           "product.e + 0 * factor.e + own.e", "tests/kernels/test_structure_paths.py -k draws"),
+           "product.e + 0 * factor.e + forward.e", "tests/kernels/test_structure_paths.py -k draws"),
     *(Mutant(name, C + "structure_paths.h", old, new, "tests/kernels/test_structure_paths.py -k checkpoints")
       for name, old, new in (
         ("a block of best paths begins with the last message", "if (step < last) {", "if (step < last && 0) {"),

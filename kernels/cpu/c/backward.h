@@ -308,7 +308,7 @@ static int64_t choose_members(const Pass *w, int64_t left, int64_t *chosen) {
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     Scratch scratch = {.begin = a->scratch};
     int64_t most = most_in_pass(a, group_of(a)), width = width_of(a), across = padded(width), held = group_of(a);
-    BackwardPass b = {.w = new_walk(a, held, most, &scratch)};
+    BackwardPass b = {.w = new_pass(a, held, most, &scratch)};
     Pass *w = &b.w;
     b.backward = take_reals(&scratch, most * width), b.source = take_reals(&scratch, most * width + LANES);
     b.forward = take_reals(&scratch, most * width), b.transposed = take_reals(&scratch, width * width);

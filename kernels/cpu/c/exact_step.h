@@ -51,8 +51,8 @@ typedef struct {
 } Scan;
 
 /* Exponents of the largest number of a new message, relative to that of the last, and of the largest emission; whether
-   a number is so small that its exponent is not exact. */
-typedef struct { real top, most; int low; } Emitted;
+   a number is so small that its exponent is not exact; whether that, an x beyond NEAR or a NaN needs care, see emit. */
+typedef struct { real top, most; int low, needs_care; } Emitted;
 
 INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
     if (kind_of(a) == DENSE) return x_at(a->dense, place->index, step);
@@ -106,10 +106,13 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
     return any(bad);
 }
 
-/* A message from sums and x - less. Returns the lanes with an x beyond NEAR, a NaN, or an exponent that is not exact,
-   which only a `careful` call handles; it also returns the largest emission. `copied`: to `copy`, too. */
-INLINE wholes emit_by(const int careful, const int copied, int64_t c, int64_t next_row, Row sums, Row message,
-                      Row copy, const operand *x, real before, real less, Emitted *emitted) {
+/* A message from sums and x - less, which is also written to `copy` if it is `copied`. Only a `careful` call determines
+   the largest emission. */
+INLINE Emitted emit_by(const int careful, const int copied, const Scan *w, const Sequence *s, Row copy,
+                       const operand *x, real less) {
+    int64_t c = w->a->states, next_row = w->next_row;
+    Row sums = s->sums, message = s->message;
+    real before = s->top;
     wholes strange = {0}, low = {0};
     reals top = splat(-INFINITE), most = splat(-INFINITE);
     for (int64_t j = 0; j < c; j += LANES) {
@@ -122,19 +125,19 @@ INLINE wholes emit_by(const int careful, const int copied, int64_t c, int64_t ne
         store_split(message, j, b);
         if (copied) store_split(copy, j, b);
     }
-    *emitted = (Emitted){largest(top), careful ? largest(most) : 0, any(low)};
-    return strange | low;
+    return (Emitted){largest(top), careful ? largest(most) : 0, any(low), any(strange | low)};
 }
 
 /* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. A
    step that needs care is followed by others. */
 INLINE void emit(Scan *w, Sequence *s, int64_t step, Row copy) {
     const operand *x = x_row(w->a, s->place, step);
+    int64_t c = w->a->states;
     Emitted emitted;
-    int64_t c = w->a->states, next = w->next_row;
-    Row sums = s->sums, to = s->message;
-    if (!s->careful && copy.m) s->careful = any(emit_by(0, 1, c, next, sums, to, copy, x, s->top, 0, &emitted));
-    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, copy, x, s->top, 0, &emitted));
+    if (!s->careful) {
+        emitted = copy.m ? emit_by(0, 1, w, s, copy, x, 0) : emit_by(0, 0, w, s, copy, x, 0);
+        s->careful = emitted.needs_care;
+    }
     if (s->careful) {
         reals high = splat(-INFINITE);
         wholes numbers = {0};
@@ -145,14 +148,13 @@ INLINE void emit(Scan *w, Sequence *s, int64_t step, Row copy) {
         real less = largest(high);
         s->has_nan |= any(numbers);
         if (less < NEAR && (less > -NEAR || less == -INFINITE)) less = 0;
-        wholes strange = emit_by(1, copy.m != 0, c, next, sums, to, copy, x, s->top, less, &emitted);
+        emitted = emit_by(1, copy.m != 0, w, s, copy, x, less);
         add(&s->shift, (double)less);
         s->level += (double)emitted.most + (double)w->matrix.top + BITS_OF_TERMS;
-        s->careful = any(strange) || s->level > -__builtin_inf();
+        s->careful = emitted.needs_care || s->level > -__builtin_inf();
     }
     s->taken += (double)s->top, s->top = emitted.top > -INFINITE ? emitted.top : 0, s->level -= (double)s->top;
     if (emitted.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
-    s->careful |= emitted.low;
     s->inexact |= s->level > -BITS || s->top > (real)EXACT;
 }
 

@@ -279,7 +279,7 @@ INLINE int64_t most_in_pass(const Chain *a, int64_t group) {
 }
 
 /* Scratch that both directions need. */
-static Pass new_walk(const Chain *a, int64_t group, int64_t most, Scratch *scratch) {
+static Pass new_pass(const Chain *a, int64_t group, int64_t most, Scratch *scratch) {
     Pass w = {.a = a, .width = width_of(a)};
     w.matrix = (Matrix){.c = a->states, .width = w.width, .copy = take_reals(scratch, w.width * w.width)};
     if (w.width > a->states && scratch->begin) clear(w.width * w.width, w.matrix.copy);
@@ -303,7 +303,7 @@ INLINE int64_t enter_set(Pass *w, int64_t q, int64_t most) {
 EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
     Scratch scratch = {.begin = a->scratch};
     int64_t group = group_of(a), most = most_in_pass(a, group);
-    Pass w = new_walk(a, group, most, &scratch);
+    Pass w = new_pass(a, group, most, &scratch);
     w.in_place = a->messages.data && !a->order && !a->ends && w.width == a->states;
     w.states = take_reals(&scratch, 2 * most * w.width);
     if (!a->scratch) return scratch.bytes;
