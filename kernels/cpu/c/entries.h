@@ -82,7 +82,7 @@ typedef struct {
     real top;
     int backward, has_nan, is_near;
     int as_logs;          /* entries.m are finite logarithms, for structure_paths.h, or else `has_nan` */
-} Matrix;
+} BlockMatrix;
 
 /* Entries that are counted while they are summed: S P T / Z times 2^lift, without the mantissas of P. `shift`: what
    exponents lack; `share`: weight / Z. */
@@ -90,7 +90,7 @@ typedef struct { Row forward; real shift, share, lift, *counts; } Counting;
 
 /* A row to be multiplied by a matrix: the row, also aligned to 2^e, or null; where the sums go; what is counted, or
    null; the number of blocks where the aligned row was not right. */
-typedef struct { Row row, to; const real *aligned; real e; const Counting *counting; int64_t failed; } Factor;
+typedef struct { Row row, to; const real *aligned; real e; const Counting *counting; int64_t failed; } RowProduct;
 
 INLINE reals count_factor(const Counting *n, Split forward, reals e) {
     return forward.m * bounded_power((forward.e + e) + (n->shift + n->lift)) * n->share;
@@ -119,7 +119,7 @@ INLINE Row take_row(Scratch *scratch, int64_t width) {
 /* Where the weights of an entry are: lane l, from `first` to before `stop`, at place + l step, or at arc[l] step. */
 typedef struct { int64_t place, step, first, stop; const int32_t *arc; } Lanes;
 
-INLINE Lanes lanes_of_durations(const Matrix *m, int64_t block, int64_t entry) {
+INLINE Lanes lanes_of_durations(const BlockMatrix *m, int64_t block, int64_t entry) {
     int64_t c = m->segments, j = block * LANES, k = m->other[entry], vectors = vectors_of(m->longest);
     if (block < m->matrix_blocks) {
         int64_t left = smaller_of(c - j, LANES);
@@ -129,7 +129,8 @@ INLINE Lanes lanes_of_durations(const Matrix *m, int64_t block, int64_t entry) {
     return (Lanes){c * c + state * m->longest + r, 1, 0, smaller_of(m->longest - r, LANES), 0};
 }
 
-INLINE Lanes lanes_of(const Exact *a, const Matrix *m, int64_t block, int64_t entry, int64_t outer, int64_t inner) {
+INLINE Lanes lanes_of(const Exact *a, const BlockMatrix *m, int64_t block, int64_t entry, int64_t outer,
+                      int64_t inner) {
     int64_t j = block * LANES, left = smaller_of(a->states - j, LANES);
     if (kind_of(a) == DURATIONS) return lanes_of_durations(m, block, entry);
     if (kind_of(a) == ARCS) return (Lanes){0, inner, 0, LANES, m->slices->arc + entry * LANES};
@@ -153,7 +154,7 @@ INLINE reals read_lanes(const operand *from, Lanes at, real fill) {
     return a;
 }
 
-INLINE void read_entry(const Exact *a, Matrix *m, int64_t entry, reals weights) {
+INLINE void read_entry(const Exact *a, BlockMatrix *m, int64_t entry, reals weights) {
     if (m->as_logs) {
         if (!a->logarithms) weights = logarithms(weights);
         m->has_nan |= any(~(weights < INFINITE)), store(m->entries.m + entry * LANES, weights);
@@ -178,7 +179,7 @@ static const operand *transposed_square(const Exact *a, const operand *from, ope
 }
 
 /* Reads the matrix into a step, unless it is there. */
-static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t step) {
+static void read_matrix(const Exact *a, BlockMatrix *m, const Place *place, int64_t step) {
     const operand *from = a->weights + place->weights + (a->one_matrix ? 0 : step - 1) * a->weights_step;
     int64_t outer = a->weights_outer, inner = a->weights_inner;
     real zero = a->logarithms ? -INFINITE : 0, unit = a->logarithms ? 0 : 1;
@@ -203,14 +204,14 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
 }
 
 /* Counts of the entries of a matrix times 2^lift: of some steps, and if all share it, of those before. */
-typedef struct { int64_t entries, steps; real lift, *recent; double *total; } Counts;
+typedef struct { int64_t entries, steps; real lift, *recent; double *total; } EntryCounts;
 
-static void clear_counts(Counts *n) {
+static void clear_counts(EntryCounts *n) {
     for (int64_t k = 0; k < n->entries * LANES; k++) n->recent[k] = 0;
     for (int64_t k = 0; k < n->entries * LANES && n->total; k++) n->total[k] = 0;
     n->steps = 0;
 }
-static void add_recent(Counts *n) {
+static void add_recent(EntryCounts *n) {
     for (int64_t k = 0; k < n->entries * LANES; k++) n->total[k] += (double)n->recent[k], n->recent[k] = 0;
     n->steps = 0;
 }
@@ -223,7 +224,7 @@ INLINE reals gradient_of(const Exact *a, Split weight, reals count, real lift) {
 }
 
 /* Adds gradients of the matrix into a step to those of the caller, and clears the counts. */
-static void write_counts(const Exact *a, const Matrix *m, const Place *place, int64_t step, Counts *n) {
+static void write_entry_counts(const Exact *a, const BlockMatrix *m, const Place *place, int64_t step, EntryCounts *n) {
     int64_t c = a->states, outer = kind_of(a) == ARCS ? 0 : kind_of(a) == DENSE ? 1 : c;
     int64_t inner = kind_of(a) == DENSE ? c : 1, at = place->counts + (a->one_matrix ? 0 : (step - 1) * a->counts_step);
     if (n->total) add_recent(n);
@@ -246,13 +247,13 @@ static void write_counts(const Exact *a, const Matrix *m, const Place *place, in
 INLINE int64_t held_bands(const Exact *a) { return a->terms < 8 ? a->terms : (a->terms + 7) / 8 * 8; }
 
 /* Entries that a matrix may have. */
-INLINE int64_t entries_of(const Exact *a, const Matrix *m) {
+INLINE int64_t entries_of(const Exact *a, const BlockMatrix *m) {
     if (kind_of(a) == ARCS) return m->slices->start[m->blocks];
     if (kind_of(a) == DURATIONS) return m->blocks + m->matrix_blocks * (m->segments - 1);
     return m->blocks * (kind_of(a) == BANDS ? held_bands(a) : a->states);
 }
 
-static Matrix begin_durations(Matrix m) {
+static BlockMatrix begin_durations(BlockMatrix m) {
     for (int64_t block = 0; block <= m.blocks; block++)
         m.start[block] = block + smaller_of(block, m.matrix_blocks) * (m.segments - 1);
     for (int64_t entry = 0; entry < m.start[m.blocks]; entry++)
@@ -262,9 +263,9 @@ static Matrix begin_durations(Matrix m) {
 }
 
 /* A matrix, of which nothing is read yet. */
-static Matrix new_matrix(const Exact *a, int backward, Scratch *scratch) {
+static BlockMatrix new_matrix(const Exact *a, int backward, Scratch *scratch) {
     int64_t held = kind_of(a) == BANDS ? held_bands(a) : 0, dense = kind_of(a) == DENSE, c = a->terms;
-    Matrix m = {.blocks = whole_vectors(a->states) / LANES, .backward = backward};
+    BlockMatrix m = {.blocks = whole_vectors(a->states) / LANES, .backward = backward};
     if (kind_of(a) == ARCS) {
         const Graph *graph = a->pattern;
         m.slices = backward ? &graph->out : &graph->into, m.blocks = m.slices->blocks;

@@ -24,7 +24,7 @@ static void scan_forward(Scan *w) {
             Sequence *s = w->sequence + f;
             if (step >= s->place->steps) continue;
             s->has_nan |= step == 0 ? read_p0(a, s->place, s->sums) : w->matrix.has_nan;
-            emit(w, s, step, forward_row(w, s->place, step));
+            emit_split(w, s, step, forward_row(w, s->place, step));
             if (a->taken) a->taken[row_at(a, s->place, step)] = s->taken;
             write_forward(w, s, step);
             if (step + 1 == s->place->steps) finish_scan(w, s);
@@ -59,7 +59,7 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
     const Exact *a = w->a;
     int last = step + 1 == s->place->steps;
     s->counting = (Counting){.counts = last ? 0 : counts, .lift = w->counts.lift};
-    if (last) last_row(w, s);
+    if (last) last_split_row(w, s);
     if (!a->log_norm) return;
     if (kind_of(a) == DENSE) return begin_dense(w, s, step);
     double taken = a->taken[row_at(a, s->place, step)];
@@ -84,7 +84,7 @@ static void end_step(Scan *w, Sequence *s, int64_t step) {
         if (change > -0x1p-12 && change < 0x1p-12) s->sum = sum;
         else find_posteriors(w, s, out); /* exponents beyond EXACT */
     }
-    emit(w, s, step, (Row){0, 0});
+    emit_split(w, s, step, (Row){0, 0});
 }
 
 /* Gradients of a sequence that has none, or NaN where log Z is NaN; of others zeros after the end. */
@@ -103,7 +103,7 @@ static void fill_gradients(Scan *w, Sequence *s, real *counts) {
         read_matrix(a, &w->matrix, s->place, step);
         for (int64_t k = 0; k < w->counts.entries * LANES; k++) counts[k] = none;
         if (a->one_matrix) return add_recent(&w->counts);
-        write_counts(a, &w->matrix, s->place, step, &w->counts);
+        write_entry_counts(a, &w->matrix, s->place, step, &w->counts);
     }
 }
 
@@ -136,14 +136,15 @@ static void scan_backward(Scan *w) {
             end_step(w, s, step);
         }
         if (a->one_matrix && w->counts.steps >= COUNTED_TOGETHER) add_recent(&w->counts);
-        if (!a->one_matrix && w->counts.steps) write_counts(a, &w->matrix, w->sequence->place, step + 1, &w->counts);
+        if (!a->one_matrix && w->counts.steps)
+            write_entry_counts(a, &w->matrix, w->sequence->place, step + 1, &w->counts);
         set_mode(mode);
     }
     for (int64_t f = 0; f < w->count && a->grad_p0; f++)
         if (!w->sequence[f].idle) write_p0_gradient(w, w->sequence + f);
     if (!a->one_matrix || !counts || !w->matrix.of || !ends_weights(w)) return;
     Mode mode = flush_to_zero(w->ordinary);
-    write_counts(a, &w->matrix, w->sequence->place, 1, &w->counts);
+    write_entry_counts(a, &w->matrix, w->sequence->place, 1, &w->counts);
     set_mode(mode);
 }
 

@@ -26,7 +26,7 @@ typedef struct {
     Row message, sums;    /* S or T, with zeros on both sides as far as sums reach; U or B (width) */
     Row forward;          /* S of a step, as it was kept; in scratch (width) of dense chains */
     real *aligned;        /* the message, see align */
-    Factor factor;
+    RowProduct product;
     Counting counting;
     Sum shift;            /* what potentials were taken relative to; of dense chains log Z before */
     double taken, whole;  /* the exponent that the message lacks; that of Z */
@@ -34,7 +34,7 @@ typedef struct {
     real top;             /* the largest exponent of the message */
     double level;         /* how far below the largest state those are, at least, whose exponents were beyond EXACT */
     int has_nan, inexact; /* an operand is no number; exponents beyond EXACT matter */
-    int careful;          /* see emit */
+    int careful;          /* see emit_split */
     int idle, waits;      /* there is nothing to compute; steps until rows are aligned again */
 } Sequence;
 
@@ -44,15 +44,18 @@ typedef struct {
     int64_t next_row;       /* from a row of x to the one that is read next */
     int64_t count, steps;   /* of sequences; of the longest */
     int ordinary;           /* weights of sequences are: see flush.h */
-    Matrix matrix;
+    BlockMatrix matrix;
     Pair *pairs;            /* (width): scratch for arcs */
-    Counts counts;
+    EntryCounts counts;
     Sequence *sequence;
 } Scan;
 
-/* Exponents of the largest number of a new message, relative to that of the last, and of the largest emission; whether
-   a number is so small that its exponent is not exact; whether that, an x beyond NEAR or a NaN needs care, see emit. */
-typedef struct { real top, most; int low, needs_care; } Emitted;
+/* What a new message shows. */
+typedef struct {
+    real top, most; /* exponents: of its largest number, relative to the last message; of the largest emission */
+    int low;        /* a number is so small that its exponent is not exact */
+    int needs_care; /* so is one, or an x is beyond NEAR or NaN: see emit_split */
+} Emission;
 
 INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
     if (kind_of(a) == DENSE) return x_at(a->dense, place->index, step);
@@ -68,29 +71,29 @@ INLINE int is_active(const Sequence *s, int64_t step) { return step < s->place->
 /* U from S into a step, or B from T out of it, of the sequences that have it. Rows are aligned unless many blocks of
    the last one needed exponents of their own. */
 static void sum_all(Scan *w, int64_t step) {
-    Matrix *m = &w->matrix;
-    Factor *factors[TOGETHER], *others[TOGETHER];
+    BlockMatrix *m = &w->matrix;
+    RowProduct *products[TOGETHER], *others[TOGETHER];
     int64_t count = 0, apart = 0;
     for (int64_t f = 0; f < w->count; f++) {
         Sequence *s = w->sequence + f;
         int counts = s->counting.counts && kind_of(w->a) != DENSE;
         if (!is_active(s, step)) continue;
-        s->factor = (Factor){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
+        s->product = (RowProduct){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
         if (m->is_near && kind_of(w->a) != DURATIONS && s->waits-- <= 0)
-            s->factor.e = align(w->width, s->message, s->top, s->aligned), s->factor.aligned = s->aligned;
-        if (s->factor.aligned) factors[count++] = &s->factor;
-        else others[apart++] = &s->factor;
+            s->product.e = align(w->width, s->message, s->top, s->aligned), s->product.aligned = s->aligned;
+        if (s->product.aligned) products[count++] = &s->product;
+        else others[apart++] = &s->product;
     }
-    for (int64_t f = 0; f < apart; f++) factors[count++] = others[f];
+    for (int64_t f = 0; f < apart; f++) products[count++] = others[f];
     Mode mode = flush_to_zero(w->ordinary); /* of counts: operands and sums are normal */
-    if (kind_of(w->a) == DENSE) sum_dense(m, count, factors);
-    for (int64_t f = 0; f < count && kind_of(w->a) == BANDS; f++) sum_bands(m, factors[f]);
-    for (int64_t f = 0; f < count && kind_of(w->a) == DURATIONS; f++) sum_durations(m, factors[f]);
-    for (int64_t f = 0; f < count && kind_of(w->a) == ARCS; f++) sum_arcs(m, w->width, factors[f], w->pairs);
+    if (kind_of(w->a) == DENSE) sum_dense(m, count, products);
+    for (int64_t f = 0; f < count && kind_of(w->a) == BANDS; f++) sum_bands(m, products[f]);
+    for (int64_t f = 0; f < count && kind_of(w->a) == DURATIONS; f++) sum_durations(m, products[f]);
+    for (int64_t f = 0; f < count && kind_of(w->a) == ARCS; f++) sum_arcs(m, w->width, products[f], w->pairs);
     set_mode(mode);
     for (int64_t f = 0; f < w->count; f++) {
         Sequence *s = w->sequence + f;
-        if (is_active(s, step) && s->factor.aligned) s->waits = 4 * s->factor.failed > m->blocks ? PATIENCE : 0;
+        if (is_active(s, step) && s->product.aligned) s->waits = 4 * s->product.failed > m->blocks ? PATIENCE : 0;
     }
 }
 
@@ -108,7 +111,7 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
 
 /* A message from sums and x - less, which is also written to `copy` if it is `copied`. Only a `careful` call determines
    the largest emission. */
-INLINE Emitted emit_by(const int careful, const int copied, const Scan *w, const Sequence *s, Row copy,
+INLINE Emission emit_split_by(const int careful, const int copied, const Scan *w, const Sequence *s, Row copy,
                        const operand *x, real less) {
     int64_t c = w->a->states, next_row = w->next_row;
     Row sums = s->sums, message = s->message;
@@ -125,17 +128,17 @@ INLINE Emitted emit_by(const int careful, const int copied, const Scan *w, const
         store_split(message, j, b);
         if (copied) store_split(copy, j, b);
     }
-    return (Emitted){largest(top), careful ? largest(most) : 0, any(low), any(strange | low)};
+    return (Emission){largest(top), careful ? largest(most) : 0, any(low), any(strange | low)};
 }
 
 /* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. A
    step that needs care is followed by others. */
-INLINE void emit(Scan *w, Sequence *s, int64_t step, Row copy) {
+INLINE void emit_split(Scan *w, Sequence *s, int64_t step, Row copy) {
     const operand *x = x_row(w->a, s->place, step);
     int64_t c = w->a->states;
-    Emitted emitted;
+    Emission emitted;
     if (!s->careful) {
-        emitted = copy.m ? emit_by(0, 1, w, s, copy, x, 0) : emit_by(0, 0, w, s, copy, x, 0);
+        emitted = copy.m ? emit_split_by(0, 1, w, s, copy, x, 0) : emit_split_by(0, 0, w, s, copy, x, 0);
         s->careful = emitted.needs_care;
     }
     if (s->careful) {
@@ -148,7 +151,7 @@ INLINE void emit(Scan *w, Sequence *s, int64_t step, Row copy) {
         real less = largest(high);
         s->has_nan |= any(numbers);
         if (less < NEAR && (less > -NEAR || less == -INFINITE)) less = 0;
-        emitted = emit_by(1, copy.m != 0, w, s, copy, x, less);
+        emitted = emit_split_by(1, copy.m != 0, w, s, copy, x, less);
         add(&s->shift, (double)less);
         s->level += (double)emitted.most + (double)w->matrix.top + BITS_OF_TERMS;
         s->careful = emitted.needs_care || s->level > -__builtin_inf();
@@ -297,7 +300,7 @@ static void begin_dense(const Scan *w, Sequence *s, int64_t step) {
 }
 
 /* B at a last step: ones, or the exponentials of `following` less its largest. */
-static void last_row(const Scan *w, Sequence *s) {
+static void last_split_row(const Scan *w, Sequence *s) {
     int64_t c = w->a->states;
     const double *following = kind_of(w->a) == DENSE ? w->a->dense->boundary.following : 0;
     if (following) following += s->place->index * c;
@@ -314,6 +317,6 @@ static void last_row(const Scan *w, Sequence *s) {
 static void end_dense(const Scan *w, Sequence *s, int64_t step, operand *out) {
     find_posteriors(w, s, out);
     s->counting.forward = s->forward;
-    if (s->counting.counts && s->sum > 0) count_dense(&w->matrix, &s->factor, &s->counting);
+    if (s->counting.counts && s->sum > 0) count_dense(&w->matrix, &s->product, &s->counting);
     if (step == 0 && leaving_backward(w->a->dense)) write_leaving_logs(w, s, s->sums, top_of_row(w->width, s->sums), 0);
 }

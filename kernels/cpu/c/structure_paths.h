@@ -9,38 +9,38 @@
 
 typedef int32_t Indices __attribute__((vector_size(LANES * 4)));
 
-typedef struct { reals value; wholes from; } Best;
+typedef struct { reals value; wholes from; } Choice;
 
-INLINE Best better_of(Best a, Best b) {
+INLINE Choice better_of(Choice a, Choice b) {
     wholes better = (b.value > a.value) | ((b.value == a.value) & (b.from < a.from));
-    return (Best){where(better, b.value, a.value), (b.from & better) | (a.from & ~better)};
+    return (Choice){where(better, b.value, a.value), (b.from & better) | (a.from & ~better)};
 }
 
 /* What leads into the states of all blocks: the largest b + log P, and from where that comes. */
-static void best_bands(const Matrix *m, const real *from, real *to, int32_t *before) {
+static void best_bands(const BlockMatrix *m, const real *from, real *to, int32_t *before) {
     for (int64_t block = 0; block < m->blocks; block++) {
-        Best best = {splat(-INFINITE), {0}};
+        Choice best = {splat(-INFINITE), {0}};
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             int64_t k = block * LANES + m->shift[entry - m->start[block]];
             reals term = load(from + k) + load(m->entries.m + entry * LANES);
-            best = better_of(best, (Best){term, lane_numbers() + (whole)k});
+            best = better_of(best, (Choice){term, lane_numbers() + (whole)k});
         }
         Indices sources = __builtin_convertvector(best.from, Indices);
         store(to + block * LANES, best.value), __builtin_memcpy(before + block * LANES, &sources, sizeof sources);
     }
 }
 
-static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to, int32_t *before) {
+static void best_arcs(const BlockMatrix *m, int64_t width, const real *from, real *to, int32_t *before) {
     const Slices *s = m->slices;
     for (int64_t j = 0; j < width; j++) to[j] = -INFINITE, before[j] = 0;
     for (int64_t block = 0; block < m->blocks; block++) {
-        Best best = {splat(-INFINITE), {0}};
+        Choice best = {splat(-INFINITE), {0}};
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             const int32_t *other = s->other + entry * LANES;
             Indices sources;
             __builtin_memcpy(&sources, other, sizeof sources);
             reals term = gather_reals(from, other) + load(m->entries.m + entry * LANES);
-            best = better_of(best, (Best){term, __builtin_convertvector(sources, wholes)});
+            best = better_of(best, (Choice){term, __builtin_convertvector(sources, wholes)});
         }
         for (int l = 0; l < LANES; l++) { /* a state may have several rows */
             int64_t j = s->state[block * LANES + l];
@@ -52,24 +52,24 @@ static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to
 }
 
 /* Entries to states from one of another segment, and from the same one with a step more. */
-static void best_durations(const Matrix *m, const real *from, real *to, int32_t *before) {
+static void best_durations(const BlockMatrix *m, const real *from, real *to, int32_t *before) {
     int64_t longest = m->longest, states = m->segments * longest;
     const real *weight = durations_of(m).m;
     for (int64_t block = 0; block < m->matrix_blocks; block++) {
-        Best best = {splat(-INFINITE), {0}};
+        Choice best = {splat(-INFINITE), {0}};
         for (int64_t k = 0; k < m->segments; k++) {
             reals term = from[k * longest] + load(m->entries.m + (m->start[block] + k) * LANES);
-            best = better_of(best, (Best){term, (wholes){0} + (whole)(k * longest)});
+            best = better_of(best, (Choice){term, (wholes){0} + (whole)(k * longest)});
         }
         store(m->sums.m + block * LANES, best.value), store(m->sums.e + block * LANES, (reals)best.from);
     }
     for (int64_t s = 0; s < m->segments; s++)
         for (int64_t r = 0; r < longest; r += LANES, weight += LANES) {
             int64_t j = s * longest + r, left = smaller_of(states - j, LANES);
-            Best after = {load(from + j + 1), lane_numbers() + (whole)(j + 1)}, best = {splat(-INFINITE), {0}};
+            Choice after = {load(from + j + 1), lane_numbers() + (whole)(j + 1)}, best = {splat(-INFINITE), {0}};
             after.value = where(lane_numbers() < (whole)(longest - 1 - r), after.value, splat(-INFINITE));
             best = better_of(better_of(best, after),
-                             (Best){m->sums.m[s] + load(weight), (wholes){0} + bits_of(m->sums.e[s])});
+                             (Choice){m->sums.m[s] + load(weight), (wholes){0} + bits_of(m->sums.e[s])});
             Indices sources = __builtin_convertvector(best.from, Indices);
             store(to + j, best.value);
             if (left == LANES) __builtin_memcpy(before + j, &sources, sizeof sources);
@@ -99,7 +99,7 @@ static int add_potentials(int64_t c, const operand *x, real *row, real *top) {
    checkpoint, from which all blocks but the last are computed again on the way back. */
 typedef struct {
     const Exact *a;
-    Matrix matrix;
+    BlockMatrix matrix;
     real *row, *next;         /* the message of a step, with -inf on both sides as far as sums reach, and scratch */
     real top;                 /* the largest entry of the row, or 0 */
     int unknown;              /* an operand is NaN or +inf */
@@ -123,7 +123,7 @@ static void best_block(BestScan *w, const Place *place, int64_t first) {
     }
 }
 
-static void best_forward(BestScan *w, const Place *place) {
+static void scan_best(BestScan *w, const Place *place) {
     const Exact *a = w->a;
     int64_t width = whole_vectors(a->states), block = 0;
     const operand *p0 = a->p0.data + place->p0;
@@ -137,7 +137,7 @@ static void best_forward(BestScan *w, const Place *place) {
 }
 
 /* The path of a sequence from its last row; -1 after its end, and everywhere without a path or where it is unknown. */
-static void best_backward(BestScan *w, const Place *place) {
+static void follow_best(BestScan *w, const Place *place) {
     const Exact *a = w->a;
     int64_t *path = a->paths + place->index * a->steps, state = 0, width = whole_vectors(a->states);
     for (int64_t j = 1; j < a->states; j++) if (w->row[j] > w->row[state]) state = j;
@@ -168,7 +168,7 @@ EXPORT int64_t EXPORTED(logchain_exact_best)(const Exact *a) {
     w.matrix.as_logs = 1, w.row = rows + reach, w.next = w.row + padded;
     for (int64_t j = 0; j < 2 * padded; j++) rows[j] = -INFINITE;
     for (const Place *place = a->places + a->first; place < a->places + a->last; place++)
-        best_forward(&w, place), best_backward(&w, place);
+        scan_best(&w, place), follow_best(&w, place);
     return 0;
 }
 

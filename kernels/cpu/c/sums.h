@@ -18,7 +18,7 @@ INLINE Split sum_some_bands(const int held, const int64_t *shift, Row weight, Ro
     return sum_of_terms(held, terms, weights, n, forward, counts);
 }
 
-INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const int counted) {
+INLINE void sum_bands_by(const int held, const BlockMatrix *m, const RowProduct *f, const int counted) {
     int64_t count = held < 8 ? held : m->start[1], blocks = m->blocks, shift[8];
     Row entries = m->entries, from = f->row, to = f->to;
     Counting counting = counted ? *f->counting : (Counting){0};
@@ -43,7 +43,7 @@ INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const
         if (f->counting) sum_bands_by(bands, m, f, 1); \
         else sum_bands_by(bands, m, f, 0);             \
         break
-static void sum_bands(const Matrix *m, const Factor *f) {
+static void sum_bands(const BlockMatrix *m, const RowProduct *f) {
     switch (smaller_of(m->start[1], 8)) {
         HELD(1); HELD(2); HELD(3); HELD(4); HELD(5); HELD(6); HELD(7); HELD(8);
     }
@@ -94,7 +94,7 @@ INLINE void write_sums(const int32_t *state, int shared, Split sum, Row to) {
 }
 
 /* Sums of `count` entries of a block. */
-INLINE Split sum_some_arcs(const int count, const Matrix *m, int64_t entry, const Pair *from, Split forward,
+INLINE Split sum_some_arcs(const int count, const BlockMatrix *m, int64_t entry, const Pair *from, Split forward,
                            const Counting *n) {
     Split terms[4], weights[4];
     UNROLL for (int t = 0; t < count; t++) {
@@ -103,7 +103,8 @@ INLINE Split sum_some_arcs(const int count, const Matrix *m, int64_t entry, cons
     }
     return sum_of_terms(count, terms, weights, n, forward, n ? n->counts + entry * LANES : 0);
 }
-INLINE Split sum_arcs_of(const Matrix *m, int64_t t, int64_t end, const Pair *from, Split forward, const Counting *n) {
+INLINE Split sum_arcs_of(const BlockMatrix *m, int64_t t, int64_t end, const Pair *from, Split forward,
+                         const Counting *n) {
     Split sum = zero_split();
     for (; t + 4 <= end; t += 4) sum = plus_split(sum, sum_some_arcs(4, m, t, from, forward, n));
     if (t + 2 <= end) sum = plus_split(sum, sum_some_arcs(2, m, t, from, forward, n)), t += 2;
@@ -111,7 +112,7 @@ INLINE Split sum_arcs_of(const Matrix *m, int64_t t, int64_t end, const Pair *fr
 }
 
 /* The same from an aligned row; whether that is right. */
-INLINE int sum_aligned_arcs(const Matrix *m, int64_t begin, int64_t end, const Factor *from, Split forward,
+INLINE int sum_aligned_arcs(const BlockMatrix *m, int64_t begin, int64_t end, const RowProduct *from, Split forward,
                             const Counting *n, Split *to) {
     *to = (Split){{0}, splat(from->e)};
     for (int64_t t = begin; t < end; t++)
@@ -126,7 +127,7 @@ INLINE int sum_aligned_arcs(const Matrix *m, int64_t begin, int64_t end, const F
 }
 
 /* `pairs` (width): scratch. */
-INLINE void sum_arcs_by(const int counted, const Matrix *m, int64_t width, Factor *from, Pair *pairs) {
+INLINE void sum_arcs_by(const int counted, const BlockMatrix *m, int64_t width, RowProduct *from, Pair *pairs) {
     const Slices *s = m->slices;
     const Counting *n = counted ? from->counting : 0;
     clear_row(width, from->to);
@@ -143,7 +144,7 @@ INLINE void sum_arcs_by(const int counted, const Matrix *m, int64_t width, Facto
     }
 }
 
-static void sum_arcs(const Matrix *m, int64_t width, Factor *from, Pair *pairs) {
+static void sum_arcs(const BlockMatrix *m, int64_t width, RowProduct *from, Pair *pairs) {
     if (from->counting) sum_arcs_by(1, m, width, from, pairs);
     else sum_arcs_by(0, m, width, from, pairs);
 }
@@ -151,7 +152,7 @@ static void sum_arcs(const Matrix *m, int64_t width, Factor *from, Pair *pairs) 
 enum { CHAINS = 4, TILED = 4 }; /* independent partial results, to hide latency; rows that share a load of an entry */
 
 /* The largest exponents of the terms of a block. */
-INLINE reals highest_terms(const Matrix *m, int64_t begin, int64_t end, const real *from_e) {
+INLINE reals highest_terms(const BlockMatrix *m, int64_t begin, int64_t end, const real *from_e) {
     reals top[CHAINS];
     int64_t t = begin;
     UNROLL for (int r = 0; r < CHAINS; r++) top[r] = splat(-INFINITE);
@@ -163,7 +164,7 @@ INLINE reals highest_terms(const Matrix *m, int64_t begin, int64_t end, const re
 }
 
 /* Sums of the entries of a block, each by its own exponent. */
-INLINE Split sum_dense_terms(const Matrix *m, int64_t begin, int64_t end, Row from) {
+INLINE Split sum_dense_terms(const BlockMatrix *m, int64_t begin, int64_t end, Row from) {
     reals high = highest_terms(m, begin, end, from.e) - LIFT, sum[CHAINS] = {0};
     for (int64_t t = begin; t < end; t += CHAINS)
         UNROLL for (int r = 0; r < CHAINS; r++) {
@@ -176,7 +177,8 @@ INLINE Split sum_dense_terms(const Matrix *m, int64_t begin, int64_t end, Row fr
 }
 
 /* Sums of a block for `rows` aligned rows. */
-INLINE void sum_aligned(const int rows, const Matrix *m, int64_t begin, int64_t end, Factor *const *from, reals *to) {
+INLINE void sum_aligned(const int rows, const BlockMatrix *m, int64_t begin, int64_t end, RowProduct *const *from,
+                        reals *to) {
     enum { PARTS = 2 };
     reals sum[TILED][PARTS] = {0};
     const real *row[TILED];
@@ -194,7 +196,7 @@ INLINE void sum_aligned(const int rows, const Matrix *m, int64_t begin, int64_t 
 }
 
 /* A block of a row; its `aligned` sums are taken where they are right. */
-INLINE void sum_block(const Matrix *m, int64_t block, Factor *from, reals aligned) {
+INLINE void sum_block(const BlockMatrix *m, int64_t block, RowProduct *from, reals aligned) {
     Split sum = {aligned, splat(from->e)};
     if (!from->aligned || !is_right(aligned))
         sum = sum_dense_terms(m, m->start[block], m->start[block + 1], from->row), from->failed++;
@@ -202,7 +204,7 @@ INLINE void sum_block(const Matrix *m, int64_t block, Factor *from, reals aligne
 }
 
 /* Products of `count` rows, aligned ones first: a block stays in the first-level cache for all of them. */
-static void sum_dense(const Matrix *m, int64_t count, Factor **from) {
+static void sum_dense(const BlockMatrix *m, int64_t count, RowProduct **from) {
     int64_t aligned = 0;
     while (aligned < count && from[aligned]->aligned) aligned++;
     for (int64_t block = 0; block < m->blocks; block++) {
@@ -220,7 +222,7 @@ static void sum_dense(const Matrix *m, int64_t count, Factor **from) {
 }
 
 /* Counts the entries of a matrix from the row that was multiplied: its sums tell by which exponents. */
-static void count_dense(const Matrix *m, const Factor *from, const Counting *n) {
+static void count_dense(const BlockMatrix *m, const RowProduct *from, const Counting *n) {
     for (int64_t block = 0; block < m->blocks; block++) {
         reals high = load(from->to.e + block * LANES);
         reals factor = count_factor(n, load_split(n->forward, block * LANES), high);
