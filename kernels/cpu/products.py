@@ -149,8 +149,11 @@ class Scan(Pointing):
         for arguments in self._calls:
             for name, value in values.items():
                 set_field(arguments, name, value)
-        loop, calls = function("weigh", self.dtype), self._calls
-        _ = loop(calls) if len(calls) == 1 else team.calls(loop, calls)
+        loop = function("weigh", self.dtype)
+        if len(self._calls) == 1:
+            loop(self._calls)
+        else:
+            team.calls(loop, self._calls)
 
     def log_norm(self, shift: Tensor, total: Tensor) -> Tensor:
         """The log-partitions (n) of sums of the last messages; `shift`: that of p0."""
