@@ -62,7 +62,7 @@ def function(name: str, dtype: torch.dtype) -> Any:
 def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> tuple[int, int]:
     """The number of threads for g sets of m sequences, and the bytes of scratch of each, forward and backward."""
     arguments = Arguments(members=m, states=c, one_matrix=one_matrix)
-    names = "forward", "redo_forward", "backward", "redo_backward"
+    names = "forward", "recompute_forward", "backward", "recompute_backward"
     sizes = (int(function(name, dtype)(ctypes.byref(arguments))) for name in names)
     return len(thread_spans(g * m, v * g * m * c**2)), max(sizes) + 128
 

@@ -71,7 +71,7 @@ def backward(
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
     by_thread = [{field: counts[i % len(counts)]} for i in range(len(spans))] if counts else []
     if call.run("backward", spans, by_thread):
-        call.run("redo_backward", spans, by_thread)
+        call.run("recompute_backward", spans, by_thread)
     for more in counts[1:]:
         counts[0].add_(more)
     if grad_bulk is not None and not counts:
@@ -121,7 +121,7 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
         if not flagged.any():
             return log_norm
         call.set(flagged=flagged.amax(0))
-        name = "redo_messages"
+        name = "recompute_messages"
     call.set(log_norm=log_norm, log_forward=forward, log_backward=backward)
     call.run(name, spans)
     return log_norm

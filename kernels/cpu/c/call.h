@@ -45,8 +45,8 @@ static void write_values(const Chain *a) {
 /* Writes log Z to log_norm and `value`; returns how many sequences were recomputed exactly. */
 static int64_t find_value(const Chain *a) {
     int64_t flagged = EXPORTED(logchain_forward)(a);
-    if (!a->scratch) return larger_of(flagged, EXPORTED(logchain_redo_forward)(a));
-    if (flagged) EXPORTED(logchain_redo_forward)(a);
+    if (!a->scratch) return larger_of(flagged, EXPORTED(logchain_recompute_forward)(a));
+    if (flagged) EXPORTED(logchain_recompute_forward)(a);
     write_values(a);
     return flagged;
 }
@@ -70,14 +70,15 @@ EXPORT int64_t EXPORTED(logchain_gradients)(const Chain *a) {
     double *sums = take(&scratch, sequences_of(a) * a->states * 8);
     chain.flagged = flagged, chain.uncounted = take(&scratch, sequences_of(a) * 8), chain.scratch = rest_of(&scratch);
     if (!a->scratch)
-        return scratch.bytes + larger_of(EXPORTED(logchain_backward)(&chain), EXPORTED(logchain_redo_backward)(&chain));
+        return scratch.bytes +
+               larger_of(EXPORTED(logchain_backward)(&chain), EXPORTED(logchain_recompute_backward)(&chain));
     for (int64_t q = 0; q < sequences_of(a); q++) flagged[q] = a->flagged[q];
     if (a->grad_bulk.data && a->one_matrix) {
         chain.grad_bulk.data = 0, chain.counts = counts;
         for (int64_t k = 0; k < a->sets * square; k++) counts[k] = 0;
     }
     if (a->grad_p0_real.data) chain.grad_p0 = grad_p0;
-    if (EXPORTED(logchain_backward)(&chain)) EXPORTED(logchain_redo_backward)(&chain);
+    if (EXPORTED(logchain_backward)(&chain)) EXPORTED(logchain_recompute_backward)(&chain);
     for (int64_t k = 0; k < a->sets * square && chain.counts; k++)
         a->grad_bulk.data[a->grad_bulk.at[k / square] + k % square] = (real)counts[k];
     if (a->grad_p0_real.data) write_p0_gradients(a, grad_p0, sums);
@@ -138,7 +139,7 @@ EXPORT int64_t EXPORTED(logchain_stretch)(const Chain *a) {
        log_forward_i = log a_i + scales      a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        log_backward_{i-1} = log b_{i-1} + scales      b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   by the loops of forward.h, and by exact scans for flagged sequences, and for all with `ends` or `starts`. Backward
+   by the loops of forward.h, and by exact scans for flagged sequences, and for all with `ends` or if `packed`. Backward
    messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
 
 /* The chain and the reversed one, of sequences that all have v steps: forward passes over them write their log
@@ -176,14 +177,14 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     backward.log_norm = unused, backward.flagged = flagged_backward;
     if (!a->scratch)
         return scratch.bytes +
-               larger_of(EXPORTED(logchain_forward)(&forward), EXPORTED(logchain_redo_messages)(&chain));
+               larger_of(EXPORTED(logchain_forward)(&forward), EXPORTED(logchain_recompute_messages)(&chain));
     for (int64_t q = 0; q < sequences; q++) flagged[q] = 1;
     if (!a->ends && !a->packed) {
         EXPORTED(logchain_forward)(&forward);
         EXPORTED(logchain_forward)(&backward);
         for (int64_t q = a->first; q < a->last; q++) flagged[q] |= flagged_backward[q];
     }
-    EXPORTED(logchain_redo_messages)(&chain);
+    EXPORTED(logchain_recompute_messages)(&chain);
     write_values(&chain);
     return 0;
 }

@@ -148,6 +148,6 @@ INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Exact recomputation of flagged sequences, see recompute.h. */
-int64_t EXPORTED(logchain_redo_forward)(const Chain *);
-int64_t EXPORTED(logchain_redo_backward)(const Chain *);
-int64_t EXPORTED(logchain_redo_messages)(const Chain *);
+int64_t EXPORTED(logchain_recompute_forward)(const Chain *);
+int64_t EXPORTED(logchain_recompute_backward)(const Chain *);
+int64_t EXPORTED(logchain_recompute_messages)(const Chain *);

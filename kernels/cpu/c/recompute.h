@@ -29,13 +29,13 @@ static int64_t recompute(const Chain *a, int mask, int backward, int gradients, 
 }
 
 /* Forward: values, and kept messages. */
-EXPORT int64_t EXPORTED(logchain_redo_forward)(const Chain *a) { return recompute(a, 1, 0, 0, scan_forward); }
+EXPORT int64_t EXPORTED(logchain_recompute_forward)(const Chain *a) { return recompute(a, 1, 0, 0, scan_forward); }
 
 /* Backward: gradients, written or added to those that sequences share. */
-EXPORT int64_t EXPORTED(logchain_redo_backward)(const Chain *a) { return recompute(a, 3, 1, 1, scan_backward); }
+EXPORT int64_t EXPORTED(logchain_recompute_backward)(const Chain *a) { return recompute(a, 3, 1, 1, scan_backward); }
 
 /* Messages in logarithms, forward and backward. */
-EXPORT int64_t EXPORTED(logchain_redo_messages)(const Chain *a) {
+EXPORT int64_t EXPORTED(logchain_recompute_messages)(const Chain *a) {
     int64_t forward = recompute(a, 1, 0, 0, scan_forward), backward = recompute(a, 1, 1, 0, scan_backward);
     return larger_of(forward, backward);
 }

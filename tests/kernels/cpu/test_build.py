@@ -190,7 +190,7 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
     for dtype, c in itertools.product((np.float32, np.float64), (1, 3, 17)):
         bits = np.dtype(dtype).itemsize * 8
         arguments, buffers = chain_of(dtype, c)
-        for function in ("forward", "redo_forward", "backward", "redo_backward", "messages"):
+        for function in ("forward", "recompute_forward", "backward", "recompute_backward", "messages"):
             buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
         x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
         chain = x.swapaxes(0, 1), bulk[None], np.ones(c)
