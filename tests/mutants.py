@@ -59,7 +59,7 @@ SEARCHED = [
      "(sum > 0 && sum < 0 * (double)TRUSTED)"),
     ("the threshold is 2^20 lower", "scale.h", "power_of_two(TOP - DEEPEST + GUARD)",
      "power_of_two(TOP - DEEPEST + GUARD - 20)"),
-    ("backward messages are not tested", "backward.h", "lost |= is_lossy(", "lost |= 0 & is_lossy("),
+    ("backward messages are not tested", "backward.h", "inexact |= is_inexact(", "inexact |= 0 & is_inexact("),
     ("what rescaling loses is forgotten", "step.h", "if (low == 0) a->low = 0;", "if (low < 0) a->low = 0;"),
     ("sums of one sequence of few states are believed", "few_loops.h", "return !low &&", "return (!low || 1) &&"),
     ("sums of few states are believed where each step has a matrix", "few_loops.h",
@@ -69,7 +69,7 @@ SEARCHED = [
      "a->high = 0 * real_of((whole)bits), a->has_high = 1;"),
     ("what was counted is counted again", "exact_step.h", "step + 1 > a->uncounted[q]", "step + 1 > a->steps"),
     ("what was not counted is not recomputed", "backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
-    ("starts are not looked at", "step.h", "return any(lossy);\n}", "return 0 * any(lossy);\n}"),
+    ("starts are not looked at", "step.h", "return any(small);\n}", "return 0 * any(small);\n}"),
 ]  # fmt: skip
 
 MUTANTS = [
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant("an entropy ignores the weights of transitions", C + "counts.h",
            "+= (double)total(mean)", "+= 0 * (double)total(mean)", table(f"{VALUES} and cpu-entropy")),
     Mutant("an entropy counts a matrix once for all steps", C + "counts.h",
-           "mean / all * (double)(steps_of(a, q) - 1)", "mean / all",
+           "mean / norm * (double)(steps_of(a, q) - 1)", "mean / norm",
            "tests/test_marginals.py -k large_partitions"),
     Mutant("a mean counts emissions that were raised", C + "call.h", "if (are_logs && any", "if (0 && any",
            "tests/test_marginals.py -k far_potentials"),
@@ -148,7 +148,7 @@ MUTANTS = [
            "logs ? weight + load(column + k) : weight * load(column + k)",
            "logs ? weight + load(column + k) : weight", "tests/test_paths.py -k drawn"),
     Mutant("a rank's choice is that of another rank", C + "viterbi.h",
-           "choices_at(b, place, step)[choice % b->ranks * b->walk.width + path[step]]",
+           "choices_at(b, place, step)[choice % b->ranks * b->pass.width + path[step]]",
            "choices_at(b, place, step)[path[step]]", table(f"{VALUES} and cpu-topk_paths")),
     Mutant("a row that is aligned is always believed", C + "split.h", "return !any(~(sum >= 1));",
            "return !any(~(sum >= 0));", STRUCTURES),
@@ -162,8 +162,8 @@ MUTANTS = [
            "s->level > -__builtin_inf() ||", "tests/kernels/test_structures.py -k masks"),
     *(Mutant(name, C + "structure_paths.h", old, new, "tests/kernels/test_structure_paths.py -k draws")
       for name, old, new in (
-        ("a draw forgets the message", "(Split){own.m * product.m", "(Split){0 * own.m + product.m"),
-        ("a draw forgets the weight", "own.e + product.e", "own.e + 0 * product.e"),
+        ("a draw forgets the message", "(Split){forward.m * product.m", "(Split){0 * forward.m + product.m"),
+        ("a draw forgets the weight", "forward.e + product.e", "forward.e + 0 * product.e"),
         ("the last state is drawn by the first number", "a->weight[begin + step]", "a->weight[begin]"),
         ("draws go on after the end", "log_norm - log_norm == 0 ? place->steps", "log_norm < 1e300 ? v"),
     )),
@@ -186,8 +186,8 @@ MUTANTS = [
     )),
     Mutant("a best segment goes on in the next state", C + "structure_paths.h",
            "(whole)(longest - 1 - r), after.value", "(whole)LANES, after.value", BEST),
-    Mutant("draws of segments ignore their durations", C + "structure_paths.h", "product.e + factor.e + own.e",
-           "product.e + 0 * factor.e + own.e", "tests/kernels/test_structure_paths.py -k draws"),
+    Mutant("draws of segments ignore their durations", C + "structure_paths.h", "product.e + factor.e + forward.e",
+           "product.e + 0 * factor.e + forward.e", "tests/kernels/test_structure_paths.py -k draws"),
     *(Mutant(name, C + "structure_paths.h", old, new, "tests/kernels/test_structure_paths.py -k checkpoints")
       for name, old, new in (
         ("a block of best paths begins with the last message", "if (step < last) {", "if (step < last && 0) {"),
@@ -216,10 +216,10 @@ MUTANTS = [
            "exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL)",
            "exponential(a - top, NO_TAIL)", "tests/test_matmul.py"),
     *(Mutant(name, C + "tree.h", old, new, STACKS) for name, old, new in (
-        ("small sums of stacks are trusted", "!any(doubtful) &&", "(!any(doubtful) || 1) &&"),
+        ("small sums of stacks are trusted", "!any(inexact) &&", "(!any(inexact) || 1) &&"),
         ("raised entries of stacks may grow", "&& !t->grown;", "&& (!t->grown || 1);"),
         ("the least sum of stacks is 2^20 lower", "- DEEPEST + GUARD + 3)", "- DEEPEST + GUARD - 17)"),
-        ("far rows of a product are 0", "lossy |= !are_zero(c, n.values + r * c);", "lossy |= 0;"),
+        ("far rows of a product are 0", "flagged |= !are_zero(c, n.values + r * c);", "flagged |= 0;"),
         ("factors of sums are 1", "g *= read_some(scaled + j, 1, left, 0) / v;", "g *= 1;"),
     )),
     *(Mutant(name, C + file, old, new, SEARCH) for name, file, old, new in SEARCHED),

@@ -17,7 +17,7 @@ from ..chain import WORTH_A_THREAD, Chain
 from . import team
 from .library import fields, in_large_pages, library, struct
 
-# the most sequences whose offsets are held for further calls
+# the most sequences whose offsets are cached
 _FEW = 1024
 
 # those of c/chain.h; `from_` and `to` are the strides of the two states of matrices
@@ -25,23 +25,23 @@ Rows = struct("*data step *at")
 Matrices = struct("*data step from_ to *at")
 Paths = struct("*data rank ranks steps *at")
 Outputs = struct("*grad_x *log_forward *log_backward *filtered step *at")
-Around = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
-Means = struct("*data *less")
+Boundary = struct("*entering *entering_double *entering_log_norm *entering_error *leaving *log_norm_error *following")
+Means = struct("*data *second")
 
 
 class Arguments(ctypes.Structure):
-    """`Chain` of c/chain.h, field by field; those of `out` and `around` are also those of the whole."""
+    """`Chain` of c/chain.h, field by field; those of `out` and `boundary` are also those of the whole."""
 
-    _anonymous_ = ("out", "around")
+    _anonymous_ = ("out", "boundary")
     _fields_ = [
         *fields("steps sets members states first last one_matrix logarithms by_log packed"),
         ("x", Rows),
         ("bulk", Matrices),
         ("p0", Rows),
         *fields("*ends *order"),
-        ("around", Around),
+        ("boundary", Boundary),
         ("messages", Rows),
-        *fields("*log_norm *value *lossy *uncounted *room *weight"),
+        *fields("*log_norm *value *flagged *uncounted *scratch *weight"),
         ("out", Outputs),
         ("grad_bulk", Matrices),
         *fields("*counts *grad_p0"),
@@ -53,7 +53,7 @@ class Arguments(ctypes.Structure):
 
 @cache
 def function(name: str, dtype: torch.dtype) -> Any:
-    """A function of the library: an integer of `Arguments`; the bytes of scratch that it needs where `room` is null."""
+    """A function of the library: an integer of `Arguments`; the bytes of scratch that it needs if `scratch` is null."""
     loop = getattr(library(), f"logchain_{name}{64 if dtype == torch.float64 else 32}")
     loop.restype = ctypes.c_int64
     return loop
@@ -62,9 +62,9 @@ def function(name: str, dtype: torch.dtype) -> Any:
 def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> tuple[int, int]:
     """The number of threads for g sets of m sequences, and the bytes of scratch of each, forward and backward."""
     arguments = Arguments(members=m, states=c, one_matrix=one_matrix)
-    names = "forward", "redo_forward", "backward", "redo_backward"
+    names = "forward", "recompute_forward", "backward", "recompute_backward"
     sizes = (int(function(name, dtype)(ctypes.byref(arguments))) for name in names)
-    return len(shared(g * m, v * g * m * c**2)), max(sizes) + 128
+    return len(thread_spans(g * m, v * g * m * c**2)), max(sizes) + 128
 
 
 class Pointing:
@@ -131,9 +131,9 @@ class Call(Pointing):
 
     def matrices(self, name: str, tensor: Tensor) -> None:
         """Set `bulk`, or its gradient `grad_bulk`, to matrices (s, *own, c, c)."""
-        starts, field, one = self.chain.starts, getattr(self.arguments, name), len(tensor) == 1
-        field.step, (field.from_, field.to) = 0 if one else tensor.stride(0), tensor.stride()[-2:]
-        if starts is None or one:
+        starts, field, shared = self.chain.starts, getattr(self.arguments, name), len(tensor) == 1
+        field.step, (field.from_, field.to) = 0 if shared else tensor.stride(0), tensor.stride()[-2:]
+        if starts is None or shared:
             self._at(name, offsets(tensor.shape[1:-2], tensor.stride()[1:-2]))
         else:  # matrix i leads into row i of x
             self._at(name, (starts + 1) * tensor.stride(0))
@@ -154,15 +154,12 @@ class Call(Pointing):
         """The first sequence of each thread and the one after its last, at most `most` threads, or of whole sets."""
         g, m = self.chain.g, self.chain.m
         parts, size = (g, m) if whole_sets else (g * m, 1)
-        spans = shared(parts, self.chain.v * g * m * self.chain.c**2, most)
+        spans = thread_spans(parts, self.chain.v * g * m * self.chain.c**2, most)
         return [(first * size, last * size) for first, last in spans]
 
-    def run(self, name: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
-        """The sum of what a function of the library returns for spans of sequences, each on a thread of its own.
-
-        `each`: for every thread the tensors, by the name of a field, to which only its arguments point.
-        """
-        return run(self.arguments, self.chain.dtype, name, spans, each)
+    def run(self, name: str, spans: Sequence[tuple[int, int]], by_thread: Sequence[dict[str, Tensor]] = ()) -> int:
+        """The sum of what a function of the library returns for spans of sequences, see `run`."""
+        return run(self.arguments, self.chain.dtype, name, spans, by_thread)
 
 
 def offsets(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -172,7 +169,7 @@ def offsets(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
 
 
 def places(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """The place in memory of each sequence's part of a tensor [*B or ones, ...], int64 (n); to be read only."""
+    """The offset of each sequence's part of a tensor [*B or ones, ...], int64 (n); to be read only."""
     axes = zip(batch, tensor.shape, tensor.stride(), strict=False)
     return offsets(batch, [stride if size > 1 else 0 for _, size, stride in axes]).flatten()
 
@@ -185,12 +182,22 @@ def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     return places.contiguous()
 
 
-def shared(parts: int, work: int, most: int | None = None) -> list[tuple[int, int]]:
-    """Ranges of parts for as many threads as `work`, the multiply-adds of all parts, is worth waking."""
+def thread_spans(parts: int, work: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Spans of parts for as many threads as `work`, the multiply-adds of all parts, is worth waking; at most `most`."""
     worth = min(torch.get_num_threads(), work // WORTH_A_THREAD)
     count = max(1, min(worth, parts, *(() if most is None else (most,))))
     ends = [parts * i // count for i in range(count + 1)]
     return list(zip(ends, ends[1:], strict=False))
+
+
+def copies(arguments: Any, spans: Sequence[tuple[int, int]], by_thread: Sequence[dict[str, Tensor]] = ()) -> Any:
+    """An array of the arguments for spans of sequences, see `run`."""
+    array = (type(arguments) * len(spans))(*[arguments] * len(spans))
+    for index, (copy, span) in enumerate(zip(array, spans, strict=True)):
+        copy.first, copy.last = span
+        for field, tensor in by_thread[index].items() if by_thread else ():
+            set_field(copy, field, tensor)
+    return array
 
 
 def run(
@@ -198,28 +205,16 @@ def run(
     dtype: torch.dtype,
     name: str,
     spans: Sequence[tuple[int, int]],
-    each: Sequence[dict[str, Tensor]] = (),
+    by_thread: Sequence[dict[str, Tensor]] = (),
 ) -> int:
-    """The sum of what a function of the library returns, see `Call.run`."""
-    return sum(run_each(copies(arguments, spans, each), dtype, name))
+    """The sum of what a function of the library returns for spans of sequences or rows, each on a separate thread.
 
-
-def copies(arguments: Any, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> Any:
-    """An array of the arguments for spans of sequences, see `Call.run`."""
-    array = (type(arguments) * len(spans))(*[arguments] * len(spans))
-    for index, (copy, span) in enumerate(zip(array, spans, strict=True)):
-        copy.first, copy.last = span
-        for field, tensor in each[index].items() if each else ():
-            set_field(copy, field, tensor)
-    return array
-
-
-def run_each(calls: "ctypes.Array[Any]", dtype: torch.dtype, name: str) -> Sequence[int]:
-    """The integers that a function of the library returns for an array of arguments, each on a separate thread."""
-    loop = function(name, dtype)
+    `by_thread`: for every thread the tensors, by the name of a field, to which only its arguments point.
+    """
+    loop, calls = function(name, dtype), copies(arguments, spans, by_thread)
     sizes = [loop(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
     scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))
     begin = scratch.data_ptr() + 63 & ~63
     for arguments, size in zip(calls, sizes, strict=True):
-        arguments.room, begin = begin, begin + size
-    return [int(loop(ctypes.byref(calls)))] if len(calls) == 1 else team.calls(loop, calls)
+        arguments.scratch, begin = begin, begin + size
+    return int(loop(ctypes.byref(calls))) if len(calls) == 1 else sum(team.calls(loop, calls))

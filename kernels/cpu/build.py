@@ -1,8 +1,8 @@
 """Commands and setuptools classes that compile the C library, by clang from the package `ziglang`.
 
-`python kernels/cpu/build.py` compiles for this machine, beside the sources; `--release dist` makes an sdist and, of
-what it holds, the wheels of all platforms; `--wheels dist` makes the wheels alone. setuptools reads this file alone: it
-imports nothing of logchain, and no torch.
+`python kernels/cpu/build.py` compiles for this machine, next to the sources; `--release dist` makes an sdist and, of
+what it holds, the wheels of all platforms. setuptools reads this file alone: it imports nothing of logchain, and no
+torch.
 """
 
 import argparse
@@ -26,15 +26,19 @@ from setuptools.command.egg_info import egg_info
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SOURCES = sorted(HERE.glob("c/*.c"))
-HEADERS = sorted(HERE.glob("c/*.h"))
+SOURCES = sorted(HERE.glob("c/*.[ch]"))
+
+# the macros with which library.c is compiled, once for each of the loops that it includes
+_LOOPS = ("-DSCALED", "-DSPLIT", "-DROW=4", "-DROW=8", "-DROW=16")
+_EXACT_FLOAT32 = ["-DBITS=64", "-DSPLIT", "-DFLOAT32_OPERANDS"]
+UNITS = [[], _EXACT_FLOAT32, *([f"-DBITS={bits}", loops] for bits in (32, 64) for loops in _LOOPS)]
 
 # by which a program that runs in the root finds the kernels
 LINK = ROOT / "logchain" / "kernels"
 
-# what an sdist holds beside the package: the tests, and what they read
+# what an sdist holds in addition to the package: the tests, and what they read
 AROUND = (".ci", ".docs", "notebooks", "tests")
-MADE = {"__pycache__", ".ipynb_checkpoints", "site"}
+GENERATED = {"__pycache__", ".ipynb_checkpoints", "site"}
 
 # the compiler may fuse a product and a sum, and change nothing else about the arithmetic; the loops set flush to zero
 FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fdenormal-fp-math=dynamic
@@ -79,36 +83,48 @@ def this_machine() -> Target:
 def compile_c(target: Target, level: str, folder: Path, *arguments: str | Path) -> None:
     """Run the compiler for a level of a target, in a folder."""
     command = [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.levels[level]}"]
-    subprocess.run([*command, *FLAGS, *target.flags, *map(str, arguments)], cwd=folder, check=True)
+    subprocess.run([*command, *FLAGS, "-fPIC", *map(str, arguments)], cwd=folder, check=True)
+
+
+def compile_units(target: Target, level: str, folder: Path) -> list[str]:
+    """The names of the object files of a library, compiled in a folder, in parallel."""
+
+    def compile_unit(number: int) -> str:
+        name = f"{number}.o"
+        compile_c(target, level, folder, "-c", *UNITS[number], HERE / "c" / "library.c", "-o", name)
+        return name
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_unit, range(len(UNITS))))
 
 
 def compile_library(target: Target, level: str, into: Path) -> Path:
     """The file of one library, moved into a folder when it is complete."""
     name = target.library(level)
     with TemporaryDirectory(dir=into) as scratch:
+        units = compile_units(target, level, Path(scratch))
         # a library for macOS contains the path that it was linked as: a bare name, not a folder of this machine
-        compile_c(target, level, Path(scratch), "-shared", "-fPIC", *SOURCES, "-o", name)
+        compile_c(target, level, Path(scratch), "-shared", *target.flags, *units, "-o", name)
         return Path(scratch, name).replace(into / name)
 
 
 def libraries(target: Target, into: Path) -> list[Path]:
-    """The libraries of a target in a folder, all levels compiled in parallel; other libraries there are deleted.
+    """The libraries of a target in a folder; other libraries there are deleted.
 
-    Without a compiler, the libraries beside the sources are copied, unless a source is newer.
+    Without a compiler, the libraries next to the sources are copied, unless a source is newer.
     """
     into.mkdir(parents=True, exist_ok=True)
     files = [into / target.library(level) for level in target.levels]
-    for other in {*into.glob("logchain-*")} - {*files}:
-        other.unlink()
+    for old in {*into.glob("logchain-*")} - {*files}:
+        old.unlink()
     if find_spec("ziglang"):
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda level: compile_library(target, level, into), target.levels))
-    newest = max(path.stat().st_mtime for path in [Path(__file__), *SOURCES, *HEADERS])
-    beside = [HERE / file.name for file in files]
-    if not all(path.is_file() and path.stat().st_mtime >= newest for path in beside):
+        return [compile_library(target, level, into) for level in target.levels]
+    newest = max(path.stat().st_mtime for path in [Path(__file__), *SOURCES])
+    compiled = [HERE / file.name for file in files]
+    if not all(path.is_file() and path.stat().st_mtime >= newest for path in compiled):
         raise ModuleNotFoundError("the compiler of the C library: expected ziglang, found nothing; pip install ziglang")
     if into != HERE:
-        for path in beside:
+        for path in compiled:
             shutil.copy2(path, into)
     return files
 
@@ -156,7 +172,7 @@ class Wheel(bdist_wheel):
 
 
 class BuildPy(build_py):
-    """The command that builds the modules with the libraries beside them; C sources go into an sdist only."""
+    """The command that builds the modules with the libraries next to them; C sources go into an sdist only."""
 
     def run(self) -> None:
         """Copy the modules and compile."""
@@ -167,7 +183,7 @@ class BuildPy(build_py):
         if self.target() != this_machine():
             libraries(self.target(), self.folder())
             return
-        # beside the sources too, since a program that runs in this folder imports the modules here
+        # next to the sources too, since a program that runs in this folder imports the modules here
         for path in libraries(self.target(), HERE):
             if not self.editable_mode:
                 self.folder().mkdir(parents=True, exist_ok=True)
@@ -185,54 +201,32 @@ class BuildPy(build_py):
     def get_output_mapping(self) -> dict[str, str]:
         """The source file of each built file, to which a strict editable installation links."""
         files = [self.target().library(level) for level in self.target().levels]
-        beside = {str(self.folder() / file): str((HERE / file).relative_to(ROOT)) for file in files}
-        return {**super().get_output_mapping(), **beside}
+        compiled = {str(self.folder() / file): str((HERE / file).relative_to(ROOT)) for file in files}
+        return {**super().get_output_mapping(), **compiled}
 
     def get_source_files(self) -> list[str]:
         """The files of an sdist, as paths from the root."""
         around = [path for folder in AROUND for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
-        paths = [path.relative_to(ROOT) for path in (*SOURCES, *HEADERS, *around)]
-        return [*super().get_source_files(), *(str(path) for path in paths if not MADE & {*path.parts})]
-
-
-def sdist(into: Path) -> Path:
-    """The source distribution, written to a folder."""
-    into = into.resolve()
-    os.chdir(ROOT)
-    return Path(into, build_meta.build_sdist(into, {"--global-option": ["--quiet"]}))
-
-
-def wheels(into: Path) -> list[Path]:
-    """The wheels of all targets, written to a folder; each is built in a scratch folder of its own."""
-    into = into.resolve()
-    os.chdir(ROOT)
-    made = []
-    for target in TARGETS.values():
-        with TemporaryDirectory() as scratch:
-            build = {"--global-option": ["--quiet", "build", "--build-base", scratch]}
-            made.append(into / build_meta.build_wheel(into, {**build, "--build-option": ["--plat-name", target.wheel]}))
-    return made
+        paths = [path.relative_to(ROOT) for path in (*SOURCES, *around)]
+        return [*super().get_source_files(), *(str(path) for path in paths if not GENERATED & {*path.parts})]
 
 
 def release(into: Path) -> list[Path]:
     """An sdist, and the wheels of all targets, which are built from what it holds and not from this folder."""
-    source = sdist(into)
-    with TemporaryDirectory() as scratch:
-        shutil.unpack_archive(source, scratch)
-        script = Path(scratch, source.name.removesuffix(".tar.gz"), Path(__file__).resolve().relative_to(ROOT))
-        command = [sys.executable, str(script), "--wheels", str(into.resolve())]
-        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return [source, *map(Path, lines)]
+    into = into.resolve()
+    os.chdir(ROOT)
+    source = into / build_meta.build_sdist(into, {"--global-option": ["--quiet"]})
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    files = [source]
+    for target in TARGETS.values():
+        settings = f"--config-settings=--build-option=--plat-name={target.wheel}"
+        subprocess.run([*pip, settings, "-w", into, source], check=True)
+        files += into.glob(f"{source.name.removesuffix('.tar.gz')}-*-{target.wheel}.whl")
+    return files
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Compile the C library for this machine, beside its sources.")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--release", type=Path, metavar="FOLDER", help="make an sdist and all wheels there instead")
-    instead.add_argument("--wheels", type=Path, metavar="FOLDER", help="make the wheels of all platforms there instead")
-    options = parser.parse_args()
-    if options.release:
-        files = release(options.release)
-    else:
-        files = wheels(options.wheels) if options.wheels else libraries(this_machine(), HERE)
-    print(*files, sep="\n")
+    parser = argparse.ArgumentParser(description="Compile the C library for this machine, next to its sources.")
+    parser.add_argument("--release", type=Path, metavar="FOLDER", help="make an sdist and all wheels there instead")
+    folder = parser.parse_args().release
+    print(*(release(folder) if folder else libraries(this_machine(), HERE)), sep="\n")

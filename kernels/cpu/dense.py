@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import messages_of
 from ..chain import Chain, has_idle_threads
 from ..message import Kept, Message, leaving_message
-from .arguments import Call, function, shared
+from .arguments import Call, function, thread_spans
 from .library import in_large_pages
 
 # draws of one sequence that one call of the library computes at a time: DRAWS of c/sample.h
@@ -29,16 +29,16 @@ def forward(
 ) -> tuple[Kept, Message | None]:
     """The log-partitions and kept messages, and the last forward message; see `kernels.plain.forward`."""
     log_norm, error = scale = torch.empty(2, chain.g, chain.m, dtype=torch.float64, device="cpu")
-    lossy = torch.zeros(chain.g, chain.m, dtype=torch.bool, device="cpu")
+    flagged = torch.zeros(chain.g, chain.m, dtype=torch.bool, device="cpu")
     values = _per_sequence(chain, chain.c) if leave else None
     call = Call(chain, entered=entering is not None)
-    call.set(messages=keep, log_norm=log_norm, lossy=lossy, leaving=values, log_norm_error=error)
+    call.set(messages=keep, log_norm=log_norm, flagged=flagged, leaving=values, log_norm_error=error)
     if entering is not None:
         before = entering.scale.expand(2, chain.g, chain.m).contiguous()
         call.set(entering=entering.values.to(chain.dtype).contiguous())
         call.set(entering_log_norm=before[0], entering_error=before[1])
     call.run("value", call.spans())
-    kept = Kept(log_norm, chain.new(0) if keep is None else keep, lossy, entering is not None)
+    kept = Kept(log_norm, chain.new(0) if keep is None else keep, flagged, entering is not None)
     return kept, None if values is None else leaving_message(chain.ends, Message(values, scale), entering)
 
 
@@ -52,9 +52,9 @@ def backward(
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
     preceding = _per_sequence(chain, chain.c)
-    lossy = kept.recomputed.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
+    flagged = kept.recomputed.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
     call = Call(chain, entered=kept.entered)
-    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=lossy)
+    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), flagged=flagged)
     call.set(weight=weight.double().resolve_neg().contiguous(), uncounted=_per_sequence(chain, dtype=torch.int64))
     if kept.entered:  # the first of the kept messages is the one that entered
         call.set(entering=kept.messages, leaving=preceding)
@@ -71,7 +71,7 @@ def backward(
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
     by_thread = [{field: counts[i % len(counts)]} for i in range(len(spans))] if counts else []
     if call.run("backward", spans, by_thread):
-        call.run("redo_backward", spans, by_thread)
+        call.run("recompute_backward", spans, by_thread)
     for more in counts[1:]:
         counts[0].add_(more)
     if grad_bulk is not None and not counts:
@@ -90,22 +90,22 @@ def _counts(call: Call, grad_bulk: Tensor | None) -> tuple[list[tuple[int, int]]
     `grad_bulk`, to which the others are added.
     """
     chain = call.chain
-    g, m, c, one = chain.g, chain.m, chain.c, len(chain.bulk) == 1
+    g, m, c, shared = chain.g, chain.m, chain.c, len(chain.bulk) == 1
     if grad_bulk is None or call.arguments.steps == 1:
         return call.spans(), []
     if g > 1:  # each set of matrices belongs to one thread
         spans, copies = call.spans(whole_sets=True), 1
     else:  # so few threads that their copies of the gradient take no more memory than the messages
-        spans = call.spans(most=None if one else max(1, m // c))
+        spans = call.spans(most=None if shared else max(1, m // c))
         copies = len(spans)
-    if one:
+    if shared:
         return spans, [torch.zeros(g, c, c, dtype=torch.float64, device="cpu") for _ in range(copies)]
     call.matrices("grad_bulk", in_large_pages(grad_bulk))
     return spans, [grad_bulk, *(torch.empty_like(grad_bulk) for _ in range(1, copies))]
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
-    """The log-partition (g, m); messages (v, *lead, c) of equal strides and the chain's dtype are written.
+    """The log-partition (g, m); writes messages (v, *lead, c), of equal strides and the chain's dtype.
 
     Forward and backward messages are computed in parallel if there are more threads than sequences.
     """
@@ -114,14 +114,14 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     in_large_pages(backward)
     spans, name = call.spans(), "messages"
     if chain.ends is None and has_idle_threads(torch.get_num_threads(), chain.g * chain.m, chain.v, chain.c):
-        lossy = torch.empty(2, chain.g, chain.m, dtype=torch.uint8, device="cpu")
-        onward = {"log_forward": forward, "log_norm": log_norm, "lossy": lossy[0]}
-        reverse = {"log_backward": backward, "log_norm": _per_sequence(chain), "lossy": lossy[1]}
+        flagged = torch.empty(2, chain.g, chain.m, dtype=torch.uint8, device="cpu")
+        onward = {"log_forward": forward, "log_norm": log_norm, "flagged": flagged[0]}
+        reverse = {"log_backward": backward, "log_norm": _per_sequence(chain), "flagged": flagged[1]}
         call.run("messages_one_way", spans + spans, [onward] * len(spans) + [reverse] * len(spans))
-        if not lossy.any():
+        if not flagged.any():
             return log_norm
-        call.set(lossy=lossy.amax(0))
-        name = "redo_messages"
+        call.set(flagged=flagged.amax(0))
+        name = "recompute_messages"
     call.set(log_norm=log_norm, log_forward=forward, log_backward=backward)
     call.run(name, spans)
     return log_norm
@@ -132,29 +132,29 @@ def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
 
     The mean is NaN where loops underflow.
     """
-    p, *others = replace(chains[0], by_log=True), *chains[1:]
+    p = replace(chains[0], by_log=True)
     log_norm, mean = torch.zeros(2, p.g, p.m, dtype=torch.float64, device="cpu")
-    lossy = torch.zeros(p.g, p.m, dtype=torch.uint8, device="cpu")
+    flagged = torch.zeros(p.g, p.m, dtype=torch.uint8, device="cpu")
     states, call, second = messages_of(p, p.v).view(p.v, *p.lead, p.c), Call(p), None
     call.set(log_norm=log_norm, means=mean, weight=torch.ones_like(mean), messages=messages_of(p, p.v))
-    call.set(lossy=lossy, uncounted=torch.full((p.g, p.m), p.v, device="cpu"), grad_x=states)
+    call.set(flagged=flagged, uncounted=torch.full((p.g, p.m), p.v, device="cpu"), grad_x=states)
     call.rows("out", states)
-    if others:
-        second = Call(replace(others[0], dtype=p.dtype))
-        call.arguments.means.less = ctypes.addressof(second.arguments)
+    if len(chains) > 1:
+        second = Call(replace(chains[1], dtype=p.dtype))
+        call.arguments.means.second = ctypes.addressof(second.arguments)
     call.run("means", call.spans())
-    return log_norm, mean, lossy == 1  # forward
+    return log_norm, mean, flagged == 1  # forward
 
 
 def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """Write the states of drawn paths, see `kernels.plain.sample`."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
     call = Call(chain)
-    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=kept.recomputed.to(torch.uint8))
+    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), flagged=kept.recomputed.to(torch.uint8))
     call.paths(states, count, states.shape[-1], rank=states.stride(0), sequence=states.stride(-2))
     # the columns of a step's matrix that are read: one for every draw, at most all
     work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
-    call.run("sample", shared(places, work))
+    call.run("sample", thread_spans(places, work))
 
 
 def paths(chain: Chain, k: int | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def paths(chain: Chain, k: int | None = None, weights: Tensor | None = None) -> 
     unknown = _per_sequence(chain, dtype=torch.uint8)
     states = torch.empty(*grid, ranks, steps, dtype=torch.int64, device="cpu")
     call = Call(chain)
-    call.set(lossy=unknown, log_norm=weights)
+    call.set(flagged=unknown, log_norm=weights)
     call.paths(states, ranks, steps, rank=steps, sequence=ranks * steps)
     call.run("viterbi" if k is None else "topk_paths", call.spans())
     return states[..., 0, :] if k is None else states, unknown.view(torch.bool)
@@ -183,12 +183,12 @@ class Messages:
 
     def __init__(self, chain: Chain, entering: Tensor | None) -> None:
         self._call = call = Call(chain, entered=entering is not None)
-        self.leaving, lossy = _per_sequence(chain, chain.c), _per_sequence(chain, dtype=torch.uint8)
-        self.unknown = lossy.view(torch.bool)
+        self.leaving, flagged = _per_sequence(chain, chain.c), _per_sequence(chain, dtype=torch.uint8)
+        self.unknown = flagged.view(torch.bool)
         width = max(chain.c, function("lanes", chain.dtype)())
         kept = in_large_pages(chain.new(call.arguments.steps, chain.g * chain.m, width))
         before = None if entering is None else entering.to(chain.dtype).contiguous()
-        call.set(entering=before, leaving=self.leaving, messages=kept, lossy=lossy)
+        call.set(entering=before, leaving=self.leaving, messages=kept, flagged=flagged)
         call.run("viterbi_forward", call.spans())
 
     def follow(self, states: Tensor) -> None:
@@ -201,7 +201,7 @@ class Messages:
         call.paths(states, 1, steps, rank=steps, sequence=steps)
         call.set(steps=steps)
         if call.ends is not None:
-            ends, each = call.ends.clamp(max=steps), states.flatten(0, 1)
-            each[torch.arange(len(each), device="cpu"), ends.flatten() - 1] = each[:, -1].clone()
+            ends, paths = call.ends.clamp(max=steps), states.flatten(0, 1)
+            paths[torch.arange(len(paths), device="cpu"), ends.flatten() - 1] = paths[:, -1].clone()
             call.set(ends=ends)
         call.run("viterbi_backward", call.spans())

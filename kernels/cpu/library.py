@@ -31,7 +31,7 @@ def load(level: str) -> ctypes.CDLL:
     file = Path(__file__).with_name(f"logchain-{level}{SUFFIX}")
     if not file.is_file():
         raise ImportError(
-            f"{file.name}: expected beside {Path(__file__).name}, found nothing; in a checkout, compile it by: "
+            f"{file.name}: expected next to {Path(__file__).name}, got nothing; in a checkout, compile it by: "
             "pip install setuptools ziglang && python kernels/cpu/build.py"
         )
     return ctypes.CDLL(str(file))

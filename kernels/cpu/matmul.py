@@ -4,7 +4,6 @@ Large products, and batch axes that cannot be flattened without a copy, are left
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..plain import matmul as plain
 from ..plain.matmul import Groups
-from .arguments import copies, run_each, shared
+from .arguments import run, thread_spans
 from .library import struct
 
 # the longest inner axis, and the longest of rows or columns, up to which these loops are faster than torch's products
@@ -25,7 +24,7 @@ _ENTRY = 64
 Arguments = struct(
     "sets rows depth columns first last *a a_set a_row a_k *b b_set b_k b_j *out out_set out_row out_j *weight"
     " weight_set weight_row weight_j *grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k grad_b_j"
-    " *part_b *room"
+    " *part_b *scratch"
 )
 
 
@@ -41,7 +40,7 @@ def forward(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
         flat, joint = _transposed(*flat), joint.mT
     arguments = _arguments(*flat)
     _point(arguments, "out", joint, "row", "j")
-    return out, _run(arguments, _spans(arguments), a.dtype)
+    return out, run(arguments, a.dtype, "matmul", _spans(arguments))
 
 
 def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -64,12 +63,12 @@ def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -
     spans = _spans(arguments, whole_sets=need_b)
     if need_b and len(joint) == 1 and len(spans) > 1:
         parts = torch.empty(len(spans), *into[1].shape, dtype=torch.float64, device="cpu")
-        _run(arguments, spans, a.dtype, parts)
+        run(arguments, a.dtype, "matmul", spans, [{"part_b": part} for part in parts])
         into[1].copy_(parts.sum(0))
         return grad_a, grad_b
     if need_b:
         _point(arguments, "grad_b", into[1], "k", "j")
-    _run(arguments, spans, a.dtype)
+    run(arguments, a.dtype, "matmul", spans)
     return grad_a, grad_b
 
 
@@ -115,11 +114,5 @@ def _spans(arguments: Any, *, whole_sets: bool = False) -> list[tuple[int, int]]
     """The first row of each thread and the one after its last; of whole sets if there are several."""
     g, m, n = arguments.sets, arguments.rows, arguments.columns
     size = m if whole_sets and g > 1 else 1
-    spans = shared(g * m // size, g * m * n * (arguments.depth + _ENTRY))
+    spans = thread_spans(g * m // size, g * m * n * (arguments.depth + _ENTRY))
     return [(first * size, last * size) for first, last in spans]
-
-
-def _run(arguments: Any, spans: list[tuple[int, int]], dtype: torch.dtype, parts: Iterable[Tensor] = ()) -> int:
-    """The number of recomputed entries; `parts`: for each thread, where its gradients of b go."""
-    each = [{"part_b": part} for part in parts]
-    return sum(run_each(copies(arguments, spans, each), dtype, "matmul"))

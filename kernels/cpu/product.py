@@ -15,7 +15,7 @@ from torch import Tensor
 from ..numbers import exact_sum, near_one
 from ..plain import product as plain
 from ..tree import add_offset
-from .arguments import copies, run_each, shared
+from .arguments import run, thread_spans
 from .library import struct
 
 # least matrices of a segment, which are worth the additional product
@@ -24,7 +24,7 @@ _SHORTEST = 8
 # `Stack` of c/tree.h
 Arguments = struct(
     "matrices states segments prefixes first last *stack stack_set stack_step stack_row stack_column *weights *scale"
-    " *out *products *offset *grad *lossy *room"
+    " *out *products *offset *grad *flagged *scratch"
 )
 
 
@@ -55,16 +55,16 @@ def prefixes(stack: Tensor, out: Tensor) -> int:
 def prefixes_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
     """Write the gradients (g, s, c, c) of `sum(weight * prefixes)`."""
     matrices = _matrices(stack)
-    lossy = _run(matrices, prefixes=1, weights=weight, grad=into)
-    _recompute(lossy, plain.prefixes_gradient, weight, matrices, into)
+    flagged = _run(matrices, prefixes=1, weights=weight, grad=into)
+    _recompute(flagged, plain.prefixes_gradient, weight, matrices, into)
 
 
-def _recompute(lossy: Tensor, function: Callable[..., Any], *tensors: Tensor) -> int:
-    """The number of entries of the last tensor that belong to lossy stacks, which the function computes again."""
-    flags, count = lossy.tolist(), 0
-    for flag, run in groupby(range(len(flags)), flags.__getitem__):
+def _recompute(flagged: Tensor, function: Callable[..., Any], *tensors: Tensor) -> int:
+    """The number of entries of the last tensor that belong to flagged stacks, which the function computes again."""
+    flags, count = flagged.tolist(), 0
+    for flag, group in groupby(range(len(flags)), flags.__getitem__):
         if flag:
-            numbers = list(run)
+            numbers = list(group)
             parts = [tensor[numbers[0] : numbers[-1] + 1] for tensor in tensors]
             function(*parts)
             count += parts[-1].numel()
@@ -72,53 +72,53 @@ def _recompute(lossy: Tensor, function: Callable[..., Any], *tensors: Tensor) ->
 
 
 def _products(stack: Tensor, out: Tensor) -> Tensor:
-    """Write products; which stacks are lossy."""
+    """Write products; which stacks are flagged."""
     segments = _segments(stack)
     if segments == 1:
         return _run(stack, out=out)
-    products, offset, lossy = _segment_products(stack, segments)
-    root, rest, lossy_too = _segment_products(products, 1)
+    products, offset, flagged = _segment_products(stack, segments)
+    root, rest, root_flagged = _segment_products(products, 1)
     parts = torch.cat([offset, rest], 1).flatten(1).T.contiguous()
     out.copy_(add_offset(root[:, 0], torch.stack(exact_sum(parts), -1)))
-    return lossy | lossy_too
+    return flagged | root_flagged
 
 
 def _segment_products(stack: Tensor, segments: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The products (g, segments, c, c) less their offsets (g, segments, 2), and which stacks are lossy."""
+    """The products (g, segments, c, c) less their offsets (g, segments, 2), and which stacks are flagged."""
     g, _, c, _ = stack.shape
     products, offset = (torch.zeros(g, segments, *size, dtype=torch.float64, device="cpu") for size in ((c, c), (2,)))
     return products, offset, _run(stack, segments=segments, products=products, offset=offset)
 
 
 def _gradients(weight: Tensor, stack: Tensor, into: Tensor) -> Tensor:
-    """Write gradients of products; which stacks are lossy."""
+    """Write gradients of products; which stacks are flagged."""
     segments = _segments(stack)
     if segments == 1:
         return _run(stack, weights=weight, grad=into)
-    products, _, lossy = _segment_products(stack, segments)
+    products, _, flagged = _segment_products(stack, segments)
     weights = torch.zeros_like(products)
-    lossy |= _run(products, weights=weight.double(), grad=weights)
-    return lossy | _run(stack, segments=segments, weights=weights.to(stack.dtype), grad=into)
+    flagged |= _run(products, weights=weight.double(), grad=weights)
+    return flagged | _run(stack, segments=segments, weights=weights.to(stack.dtype), grad=into)
 
 
 def _run(stack: Tensor, *, segments: int = 1, prefixes: int = 0, **tensors: Tensor) -> Tensor:
-    """Run the library, with pointers to contiguous tensors; which stacks are lossy, or single matrices."""
+    """Run the library, with pointers to contiguous tensors; which stacks are flagged, or single matrices."""
     if "weights" in tensors:
         weights, factor = near_one(tensors["weights"].contiguous())
         tensors.update(weights=weights, scale=torch.tensor(factor, dtype=torch.float64, device="cpu"))
     g, s, c, _ = stack.shape
-    lossy = torch.ones(g, segments, dtype=torch.bool, device="cpu")
+    flagged = torch.ones(g, segments, dtype=torch.bool, device="cpu")
     if s > 1:
         call = Arguments(matrices=s, states=c, segments=segments, prefixes=prefixes)
         call.stack_set, call.stack_step, call.stack_row, call.stack_column = stack.stride()
-        for name, tensor in {"stack": stack, "lossy": lossy, **tensors}.items():
+        for name, tensor in {"stack": stack, "flagged": flagged, **tensors}.items():
             setattr(call, name, tensor.data_ptr())
-        run_each(copies(call, shared(g * segments, _work(stack))), stack.dtype, "tree")
-    return lossy[:, 0] if segments == 1 else lossy.any(1)
+        run(call, stack.dtype, "tree", thread_spans(g * segments, _work(stack)))
+    return flagged[:, 0] if segments == 1 else flagged.any(1)
 
 
 def _work(stack: Tensor) -> int:
-    """The multiply-adds in the units of `shared`, whose products are slower."""
+    """The multiply-adds in the units of `thread_spans`, whose products are slower."""
     g, s, c, _ = stack.shape
     return g * s * c**3 // 4
 
@@ -127,7 +127,7 @@ def _segments(stack: Tensor) -> int:
     """The number of segments of each stack: one, unless there are fewer stacks than threads."""
     g, s = stack.shape[:2]
     most = max(1, s // _SHORTEST)
-    return min(most, -(-len(shared(g * most, _work(stack))) // g))
+    return min(most, -(-len(thread_spans(g * most, _work(stack))) // g))
 
 
 def _matrices(stack: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..chain import Layout
 from ..numbers import exact_sum
 from ..structured import Gradients, Saved, Structured
 from . import team
-from .arguments import Pointing, copies, function, places, set_field, shared
+from .arguments import Pointing, copies, function, places, set_field, thread_spans
 from .factors import counts, entering, multiply
 from .library import fields, in_large_pages
 from .scaled import GUARD, TOP, Weights, exponent, linear
@@ -89,7 +89,7 @@ class Scan(Pointing):
         self.set(x=x, x_at=places(x, chain.batch)[self.order].contiguous(), grad_at=self.order * (chain.v * c))
         names = "state", "ends", "tops", "powers", "flagged", "live", "weight", "inverse"
         self.set(**{name: getattr(self, name) for name in names})
-        self.arguments.shares = len(shared(n, 16 * n * c))
+        self.arguments.shares = len(thread_spans(n, 16 * n * c))
         return copies(self.arguments, [(share, share + 1) for share in range(self.arguments.shares)])
 
     def new(self, *shape: int) -> Tensor:
@@ -149,8 +149,11 @@ class Scan(Pointing):
         for arguments in self._calls:
             for name, value in values.items():
                 set_field(arguments, name, value)
-        loop, calls = function("weigh", self.dtype), self._calls
-        _ = loop(calls) if len(calls) == 1 else team.calls(loop, calls)
+        loop = function("weigh", self.dtype)
+        if len(self._calls) == 1:
+            loop(self._calls)
+        else:
+            team.calls(loop, self._calls)
 
     def log_norm(self, shift: Tensor, total: Tensor) -> Tensor:
         """The log-partitions (n) of sums of the last messages; `shift`: that of p0."""
@@ -258,7 +261,7 @@ class _Counts:
         `between`: for all factors but the last, at each step.
         """
         scan, pattern, (length, count, _) = self.scan, self.scan.weights.pattern, sources.shape
-        rows, last = (scan.of_steps(one) for one in (scan.state[first - 1 : first - 1 + length, :count], sources))
+        rows, last = (scan.of_steps(values) for values in (scan.state[first - 1 : first - 1 + length, :count], sources))
         if self.shares is not None:
             rows = rows * scan.of_steps(self.shares[:count, None].repeat(length, 1, 1))
         fronts = entering(pattern.factors, rows, scan.matrices(first)[0])

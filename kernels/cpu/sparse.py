@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..structured import POSTERIORS, Arcs, Durations, Gradients, Saved, Structured
-from .arguments import Pointing, function, places, run, shared
+from .arguments import Pointing, function, places, run, thread_spans
 from .library import fields, in_large_pages, struct
 
 _Result = TypeVar("_Result")
@@ -36,7 +36,7 @@ _Arguments = struct(
     "kind steps states terms first last one_matrix logarithms by_log *places *pattern *x x_step *weights"
     " weights_step weights_outer weights_inner *p0 p0_state *mantissas *exponents *taken *log_norm *weight *grad_x"
     " *counts *grad_weights counts_step *grad_p0 *log_forward *log_backward *filtered *paths draws"
-    " sequences every *room *dense"
+    " sequences every *scratch *dense"
 )
 _Slices = struct("blocks shared *start *state *other *arc")
 
@@ -160,14 +160,14 @@ class _Call(Pointing):
         (parameter,), batch, pattern = chain.parameters, chain.batch, chain.transition.pattern
         self.chain, self.dtype, self.n, self._of_operands = chain, dtype, batch.numel(), chain.dtype
         # the memory of a negative view holds other numbers
-        x, parameter, p0 = (one.to(self._of_operands).resolve_neg() for one in (chain.x, parameter, chain.p0))
+        x, parameter, p0 = (operand.to(self._of_operands).resolve_neg() for operand in (chain.x, parameter, chain.p0))
         x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
         self.parameter, self._lanes = parameter, int(function("lanes", dtype)())
-        own, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
-        self._sets, self.one, self.entries = own.numel(), steps == 1, math.prod(entries)
-        self._set_of = set_of = torch.arange(self._sets, device="cpu").view(own).expand(batch).flatten()
+        sets, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
+        self._sets, self.one, self.entries = sets.numel(), steps == 1, math.prod(entries)
+        self._set_of = set_of = torch.arange(self._sets, device="cpu").view(sets).expand(batch).flatten()
         ends = torch.full((self.n,), chain.v) if chain.lengths is None else chain.lengths.expand(batch).flatten()
-        at = (places(one, batch) for one in (x, p0, parameter))
+        at = (places(operand, batch) for operand in (x, p0, parameter))
         table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)
         table, self._held = table if self._sets == 1 else table[torch.argsort(set_of, stable=True)], {}
         self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one)
@@ -207,9 +207,9 @@ class _Call(Pointing):
         With `whole_sets`, each set of parameters belongs to one thread; at most `most` threads share an only set.
         """
         if not whole_sets or self._sets == 1:
-            return shared(self.n, self._work, most if whole_sets else None)
+            return thread_spans(self.n, self._work, most if whole_sets else None)
         ends = [0, *torch.bincount(self._set_of, minlength=self._sets).cumsum(0).tolist()]
-        return [(ends[first], ends[last]) for first, last in shared(self._sets, self._work)]
+        return [(ends[first], ends[last]) for first, last in thread_spans(self._sets, self._work)]
 
     def sums(self, threads: int) -> list[Tensor]:
         """Zeros like the parameter for its gradient: one tensor, or one for each thread if these share an only set.
@@ -258,10 +258,10 @@ def _sorted_by(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _slices(
-    own: NDArray[np.int64], other: NDArray[np.int64], order: NDArray[np.int64], c: int, size: int
+    near: NDArray[np.int64], far: NDArray[np.int64], order: NDArray[np.int64], c: int, size: int
 ) -> tuple[Any, tuple[NDArray[Any], ...]]:
-    """Slices of `size` rows of arcs by their state `own`, and the arrays that they point to; `order` sorts the arcs."""
-    degree = np.bincount(own, minlength=c)
+    """Slices of `size` rows of arcs by their state `near`, and the arrays they point to; `order` sorts the arcs."""
+    degree = np.bincount(near, minlength=c)
     rows = -(-degree // _LONGEST_ROW)  # of each state
     state, several = np.repeat(np.arange(c), rows), np.repeat(rows > 1, rows)
     done = (np.arange(len(state)) - np.repeat(np.cumsum(rows) - rows, rows)) * _LONGEST_ROW
@@ -273,13 +273,13 @@ def _slices(
     longest = np.zeros(count * size, np.int64)
     longest[: len(state)] = length[by_length]
     start = np.concatenate([[0], np.cumsum(longest.reshape(count, size).max(1, initial=0))])
-    states, others = np.zeros(count * size, np.int32), np.zeros(start[-1] * size, np.int32)
+    states, ends = np.zeros(count * size, np.int32), np.zeros(start[-1] * size, np.int32)
     states[: len(state)] = state[by_length]
     arcs = np.full(start[-1] * size, -1, np.int32)
     # arcs of a row are neighbors in `order`, and a whole vector apart in a slice
     first_slot = start[place // size] * size + place % size
     slot = np.repeat(first_slot - (np.cumsum(length) - length) * size, length) + np.arange(len(order)) * size
-    others[slot], arcs[slot] = other[order], order
-    arrays = start, states, others, arcs
+    ends[slot], arcs[slot] = far[order], order
+    arrays = start, states, ends, arcs
     pointers = (array.ctypes.data for array in arrays)
     return _Slices(count, -(-int(several.sum()) // size), *pointers), arrays

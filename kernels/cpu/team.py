@@ -17,7 +17,7 @@ from .library import library, struct
 _PROCESS = os.getpid()
 
 
-# of c/team.c
+# `Calls` of c/team.h
 Calls = struct("*function *arguments size count *results taken")
 
 
@@ -38,8 +38,8 @@ def calls(function: Any, arguments: "ctypes.Array[Any]") -> Sequence[int]:
     count = len(arguments)
     results = (ctypes.c_int64 * count)()
     loop, first, size = ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(arguments), ctypes.sizeof(arguments)
-    of_all = Calls(loop, first, size // count, count, ctypes.addressof(results))
-    share, data = library().logchain_share, ctypes.byref(of_all)
+    shared = Calls(loop, first, size // count, count, ctypes.addressof(results))
+    share, data = library().logchain_share, ctypes.byref(shared)
     if os.getpid() == _PROCESS and (parallel := _parallel()) is not None:
         # a team of another size than torch's would end threads, which torch would have to start again
         parallel(share, data, torch.get_num_threads(), 0)

@@ -17,7 +17,7 @@ from ..weights import Weights, check_weights
 from .arguments import Arguments, Call, function, offsets, run, set_field
 from .library import in_large_pages
 
-_Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 
 # the log-partition, the forward messages, and which of them are logarithms; see `kernels.message.Kept`
 Residuals = tuple[Tensor, Tensor, Tensor]
@@ -33,21 +33,21 @@ _MISSING = object()
 # the fields that point to the gradients of x, bulk and p0
 _GRADIENTS = "grad_x", "grad_bulk", "grad_p0_real"
 
-# scratch that calls use again: a call takes one from the list, so that no other thread has it, and puts it back; calls
-# that need more bytes have other scratch
-_rooms: list[Tensor] = []
-_ROOM = 2**20
+# scratch that calls reuse: a call takes one from the list, so that no other thread has it, and puts it back; calls
+# that need more bytes allocate their scratch
+_free_scratch: list[Tensor] = []
+_SCRATCH = 2**20
 
 
-def cached(key: Any, make: Callable[[], _Made]) -> _Made:
+def cached(key: Any, make: Callable[[], _Value]) -> _Value:
     """The result of `make` for this key, which holds everything that it depends on."""
-    made = _templates.get(key, _MISSING)
-    if made is _MISSING:
-        made = make()
+    value = _templates.get(key, _MISSING)
+    if value is _MISSING:
+        value = make()
         if len(_templates) >= _MOST:
             _templates.clear()
-        _templates[key] = made
-    return made  # type: ignore[no-any-return]
+        _templates[key] = value
+    return value  # type: ignore[no-any-return]
 
 
 class Template:
@@ -81,22 +81,22 @@ class Template:
         """The result of a function of the library, summed over threads."""
         if not self.on_one_thread:
             return run(arguments, self.dtype, name, self._spans)
-        prepared, room = self._calls.get(name), None
+        prepared, scratch = self._calls.get(name), None
         if prepared is None:
             call = function(name, self.dtype)
             self._calls[name] = prepared = call, int(call(ctypes.byref(self.arguments))) + 64
         call, size = prepared
-        if size <= _ROOM:
+        if size <= _SCRATCH:
             try:
-                room = _rooms.pop()
+                scratch = _free_scratch.pop()
             except IndexError:
-                size = _ROOM
-        if room is None:
-            room = in_large_pages(torch.empty(size, dtype=torch.uint8, device="cpu"))
-        arguments.room = (room.data_ptr() + 63) // 64 * 64
+                size = _SCRATCH
+        if scratch is None:
+            scratch = in_large_pages(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        arguments.scratch = (scratch.data_ptr() + 63) // 64 * 64
         result: int = call(ctypes.byref(arguments))
-        if room.numel() == _ROOM:
-            _rooms.append(room)
+        if scratch.numel() == _SCRATCH:
+            _free_scratch.append(scratch)
         return result
 
     def _new(self, shape: Sequence[int]) -> Tensor:
@@ -203,9 +203,9 @@ class Short(Template):
     def _point(self, a: Arguments, residuals: Residuals | Tensor) -> None:
         if isinstance(residuals, Tensor):
             a.messages.data = at = residuals.data_ptr()
-            a.log_norm, a.lossy = at + self._sizes[0], at + self._sizes[0] + self._sizes[1]
+            a.log_norm, a.flagged = at + self._sizes[0], at + self._sizes[0] + self._sizes[1]
         else:
-            a.log_norm, a.messages.data, a.lossy = (part.data_ptr() for part in residuals)
+            a.log_norm, a.messages.data, a.flagged = (part.data_ptr() for part in residuals)
 
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
         """Memory for the gradients that are needed; the arguments point to it then."""
@@ -252,7 +252,7 @@ class Stretch(Template):
         message, total, error = (part.contiguous() for part in carried)
         leaving = torch.empty_like(message), torch.empty_like(total), torch.empty_like(error)
         a = self.of(x, bulk, p0)
-        before = a.around
+        before = a.boundary
         before.entering_double, before.entering_log_norm = message.data_ptr(), total.data_ptr()
         before.entering_error, before.leaving = error.data_ptr(), leaving[0].data_ptr()
         a.log_norm, before.log_norm_error = leaving[1].data_ptr(), leaving[2].data_ptr()
@@ -261,7 +261,7 @@ class Stretch(Template):
         if value is not None:
             a.value = value.data_ptr()
         if messages is not None and recomputed is not None:
-            a.messages.data, a.lossy = messages.data_ptr(), recomputed.data_ptr()
+            a.messages.data, a.flagged = messages.data_ptr(), recomputed.data_ptr()
         if ends is not None:
             order = torch.argsort(ends, dim=1, descending=True, stable=True)
             a.ends, a.order = ends.data_ptr(), order.data_ptr()

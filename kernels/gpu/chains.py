@@ -56,7 +56,7 @@ class Chains(NamedTuple):
         if ends is not None:
             ends = (ends.reshape(g, m) + entered).clamp(1, v + entered).contiguous()
         start = chain.p0.expand(*chain.lead, c).reshape(g, m, c) if entering is None else entering.expand(g, m, c)
-        x, bulk, start = (one.resolve_neg() for one in (chain.x.reshape(v, g, m, c), bulk, start))
+        x, bulk, start = (tensor.resolve_neg() for tensor in (chain.x.reshape(v, g, m, c), bulk, start))
         log = chain.log_params
         return cls(x, bulk, start, ends, entered, log, log or entering is not None, chain.dtype)
 

@@ -117,7 +117,7 @@ def forward_kernel(
     start_ptr += z * start_strides[0] + row * start_strides[1] + j * start_strides[2]
     start = tl.load(start_ptr, mask=inside, other=float("-inf") if START_LOG else 0.0)
     u = start.to(tl.float64) if START_LOG else log(start)
-    taken, lost = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    taken, error = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     if back_ptr is not None:
         back_pitch = g.to(tl.int64) * m * C
         back_ptr += sequence * C
@@ -135,9 +135,9 @@ def forward_kernel(
         peak, top = finite(tl.max(x, 0)), finite(tl.max(u, 0))
         total = (u - top) + (x - peak)
         shift = finite(tl.max(total, 0))
-        taken, lost = add(taken, lost, peak)
-        taken, lost = add(taken, lost, shift)
-        taken, lost = add(taken, lost, top)
+        taken, error = add(taken, error, peak)
+        taken, error = add(taken, error, shift)
+        taken, error = add(taken, error, top)
         _store_logs(message_ptr + i % slots * pitch + to, total - shift, inside)
     tl.debug_barrier()
     if log_norm_ptr is not None:
@@ -152,9 +152,9 @@ def forward_kernel(
                 tl.store(path_ptr + sequence * v + i, tl.where(i >= end, -1, state).to(tl.int64))
                 if (i < end) & (i > 0):
                     state = tl.load(back_ptr + i * back_pitch + state).to(tl.int32)
-        taken, lost = add(taken, lost * 0.0, lost + whole)
+        taken, error = add(taken, error * 0.0, error + whole)
         tl.store(log_norm_ptr + sequence, taken)
-        tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, lost)
+        tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, error)
     if slots >= v:
         for i in tl.range(end, v):
             _store_logs(message_ptr + i * pitch + to, tl.full((N,), float("-inf"), tl.float64), inside)

@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
     low: int  # the exponent of LOW: FLOOR LOW is a normal number
     trusted: float  # times n: the least sum of n products of a message and entries up to 2 that is exact to rounding
     trusted_joint: float  # times n^2: the same for two messages, one of them divided by 2^TARGET
-    limit: float  # the stored logarithm that represents NaN; less it represents -inf
+    limit: float  # the stored logarithm that represents NaN; its negative represents -inf
     integer: tl.dtype  # of the same size
     digits: int  # of a mantissa, below the exponent plus `bias`
     bias: int
@@ -164,12 +164,12 @@ def log(p):
 
 
 @triton.jit
-def add(total, lost, term):
+def add(total, error, term):
     """A float64 sum and its rounding error (D. E. Knuth's two-sum), which stays finite."""
     new = total + term
     part = new - total
-    error = (total - (new - part)) + (term - part)
-    return new, lost + tl.where(tl.abs(error) < float("inf"), error, 0.0)
+    new_error = (total - (new - part)) + (term - part)
+    return new, error + tl.where(tl.abs(new_error) < float("inf"), new_error, 0.0)
 
 
 @triton.jit
@@ -179,10 +179,10 @@ def log_times_power(s, k):
     k += added
     upper = (k >> 11) << 11
     total = k.to(tl.float64) * LN2_LOW + tl.log(mantissa).to(tl.float64)
-    total, lost = add(total, total * 0.0, (k - upper).to(tl.float64) * LN2_HIGH)
-    total, lost = add(total, lost, upper.to(tl.float64) * LN2_HIGH)
-    total, lost = add(total, lost * 0.0, lost)
-    return _checked(s, total), lost
+    total, error = add(total, total * 0.0, (k - upper).to(tl.float64) * LN2_HIGH)
+    total, error = add(total, error, upper.to(tl.float64) * LN2_HIGH)
+    total, error = add(total, error * 0.0, error)
+    return _checked(s, total), error
 
 
 @triton.jit

@@ -274,9 +274,9 @@ def _scan(
             if log_norm_ptr is not None:  # the two scans meet
                 of_other = tl.load(taken_other_ptr + sequence, mask=inside, other=0)
                 whole = taken + k_taken + of_other + TARGET
-                total, lost = log_times_power(nu, whole)
+                total, error = log_times_power(nu, whole)
                 tl.store(log_norm_ptr + sequence, total, mask=active)
-                tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, lost, mask=active)
+                tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, error, mask=active)
         taken += tl.where(active, top - TARGET + k_taken, 0).to(tl.int64)
         # with fewer slots, a sequence's last message stays past its end
         tl.store(at, new, mask=here_now | (there & (slots >= v)))
@@ -294,9 +294,9 @@ def _scan(
         at = message_ptr + (last % slots).to(tl.int64)[:, None] * pitch + here
         total = tl.sum(tl.load(at, mask=there & (last >= 0)[:, None], other=0.0), 1)
         flagged |= (total > 0.0) & ((total >= 2.0 ** (TARGET - 1)) == 0)
-        total, lost = log_times_power(total, taken)
+        total, error = log_times_power(total, taken)
         tl.store(log_norm_ptr + sequence, total, mask=inside)
-        tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, lost, mask=inside)
+        tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, error, mask=inside)
     tl.store(flag_ptr + sequence, tl.full((M,), 1, tl.int8), mask=inside & flagged)
 
 

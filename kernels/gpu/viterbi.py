@@ -21,13 +21,13 @@ def paths(chain: Chain) -> tuple[Tensor, Tensor]:
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     chains, not_known = Chains.of(chain), unknown(chain)
-    lost = not_known
+    masked = not_known
     states = chains.new(g, m, v, dtype=torch.int64)
     if states.numel():
         messages, score = chains.new(min(v, 2), g, m, c), chains.new(2, g, m, dtype=torch.float64)
         back = chains.new(v, g, m, c, dtype=torch.int16 if c <= 2**15 else torch.int32)
         exact.forward(chains, None, messages, score, back, states)
-        lost = lost | ~(score[0] > -torch.inf)
+        masked = masked | ~(score[0] > -torch.inf)
     if chain.ends is not None:
-        lost = lost | ((chain.ends < 1) | (chain.ends > v))[..., 0]
-    return states.masked_fill_(lost[..., None], -1), not_known
+        masked = masked | ((chain.ends < 1) | (chain.ends > v))[..., 0]
+    return states.masked_fill_(masked[..., None], -1), not_known

@@ -129,8 +129,8 @@ def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
         last = states.gather(0, (ends - 1).clamp(0, len(states) - 1).expand(1, *states.shape[1:]))[0]
     entropy = -(last * last.double().log()).nansum(-1)
     for steps in _blocks(len(pairs), pairs[0].numel() if len(pairs) else 1):
-        some = pairs[steps].double()
-        entropy -= (some * (some / some.sum(-2, keepdim=True)).log()).nansum((0, -2, -1))
+        block = pairs[steps].double()
+        entropy -= (block * (block / block.sum(-2, keepdim=True)).log()).nansum((0, -2, -1))
     return entropy
 
 

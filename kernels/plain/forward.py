@@ -58,7 +58,7 @@ def forward(
             matrix, shift = transitions(chain, step, entered)
             message = log_matmul.forward(message, matrix, torch.float64)[0]
         message, message_shift = shifted(message + x)
-        terms = torch.stack([scale[0], *(one[..., 0].expand(grid[:2]) for one in (x_shift, shift, message_shift))])
+        terms = torch.stack([scale[0], *(term[..., 0].expand(grid[:2]) for term in (x_shift, shift, message_shift))])
         if chain.ended is not None:  # a sequence that has ended keeps its last message and scale
             message = torch.where(chain.ended[step], before, message)
             terms[1:].masked_fill_(chain.ended[step][..., 0], 0.0)

@@ -84,8 +84,8 @@ class Messages:
 def _largest(message: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
     """The largest weights (g, m, c, k) of paths into each state, and their choices, for logarithms of matrices."""
     parts, columns = [], logs.mT[:, None, :, :, None]  # (g, 1, to, from, 1)
-    for some in columns.split(max(1, _TERMS // max(1, message.numel())), 2):
-        terms = (message[:, :, None] + some).flatten(-2)
+    for block in columns.split(max(1, _TERMS // max(1, message.numel())), 2):
+        terms = (message[:, :, None] + block).flatten(-2)
         parts.append(terms.max(-1, keepdim=True) if message.shape[-1] == 1 else terms.topk(message.shape[-1]))
     values, choices = zip(*parts, strict=True)
     return torch.cat(values, 2), torch.cat(choices, 2)

@@ -6,46 +6,47 @@
 
        d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}, in counts.h          E_i = exp(x_i - max x_i), w the weight
 
-   B are sums of products as U of forward.h are, and pass the same underflow test. Lossy sequences are skipped; one that
-   becomes lossy is skipped from that step on, and exact.h recomputes it, without the transitions already counted. */
+   B are sums of products as U of forward.h are, and pass the same underflow test. Flagged sequences are skipped; one
+   that becomes flagged is skipped from that step on, and exact.h recomputes it, without the transitions already
+   counted. */
 #pragma once
 #include "counts.h"
 
 typedef struct {
-    Walk w;
+    Pass w;
     Counts counts;
     real *backward, *source, *forward; /* (count, width): B, T, and copies of S unless w.in_place */
     real *transposed;                  /* (width, width): transpose of w.matrix */
     int prepared;                      /* w.matrix holds a matrix */
-} Back;
+} BackwardPass;
 
 /* B at a sequence's last step. */
-static void last_row(Back *b, int64_t place) {
+static void last_row(BackwardPass *b, int64_t place) {
     const Chain *a = b->w.a;
     int64_t q = sequence_of(&b->w, place), width = b->w.width, c = a->states;
     real *row = b->backward + place * width;
     for (int64_t j = 0; j < width; j++) row[j] = j < c ? power_of_two(TOP - 1) : 0;
-    if (!a->around.following) return;
-    const double *following = a->around.following + q * c;
+    if (!a->boundary.following) return;
+    const double *following = a->boundary.following + q * c;
     double top = largest_log(c, following);
     for (int64_t j = 0; j < c; j += WIDE) {
         doubles logs = read_doubles(following + j, c - j, -__builtin_inf()) - top;
         doubles value = exponential_or_zero(logs) * (double)power_of_two(TOP - 1);
-        if (any_wide((logs != -__builtin_inf()) & ~(value >= (double)TRUSTED))) a->lossy[q] = 2;
+        if (any_wide((logs != -__builtin_inf()) & ~(value >= (double)TRUSTED))) a->flagged[q] = 2;
         write_wide(row + j, value, c - j);
     }
 }
 
 /* Whether raised emissions of a last step matter to what follows it: no later sum has tested them. */
-static int raised_matters(const Walk *w, int64_t place, int64_t step, const real *forward, const real *backward) {
+static int raised_matters(const Pass *w, int64_t place, int64_t step, const real *forward, const real *backward) {
     const real *x = x_at(w->a, sequence_of(w, place), step);
-    double all = 0, raised = 0;
+    double norm = 0, raised = 0;
     real top = top_of(x, w->a->states);
     for (int64_t j = 0; j < w->a->states; j++) {
         double both = (double)forward[j] * (double)backward[j] * (double)power_of_two(-TOP);
-        all += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
+        norm += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
     }
-    return !(raised <= all * (double)power_of_two(-GUARD));
+    return !(raised <= norm * (double)power_of_two(-GUARD));
 }
 
 /* Scales B by `scale`, to a largest entry near 2^TOP, and writes the posterior w S B / sum S B, with 0 for denormal
@@ -60,7 +61,7 @@ INLINE Range row_posterior(int64_t c, int64_t width, const real *forward, real *
         write_some(backward + j, b, width - j);
         sum += read_some(forward + j, 1, width - j, 0) * (b * down);
     }
-    real all = total(sum), least_seen = all * power_of_two(1 - BIAS), inverse_sum = all > 0 ? 1 / all : 0;
+    real norm = total(sum), least_seen = norm * power_of_two(1 - BIAS), inverse_sum = norm > 0 ? 1 / norm : 0;
     for (int64_t k = 0; k < vectors_of(c) && posterior; k++) {
         int64_t j = start_of(k, c);
         reals both = load(forward + j) * (load(backward + j) * down);
@@ -71,8 +72,8 @@ INLINE Range row_posterior(int64_t c, int64_t width, const real *forward, real *
 }
 
 /* S of the first `count` places, as contiguous rows. */
-static const real *forward_rows(const Back *b, int64_t count, int64_t step) {
-    const Walk *w = &b->w;
+static const real *forward_rows(const BackwardPass *b, int64_t count, int64_t step) {
+    const Pass *w = &b->w;
     const Chain *a = w->a;
     if (w->in_place) return message_at(a, sequence_of(w, 0), step);
     for (int64_t place = 0; place < count; place++)
@@ -81,14 +82,15 @@ static const real *forward_rows(const Back *b, int64_t count, int64_t step) {
 }
 
 /* Posteriors of the places from `from` to before `count`. `tests`: B are products that need the underflow test. */
-static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t step, const real *forward, int tests) {
-    Walk *w = &b->w;
+static void posteriors_of_places(BackwardPass *b, int64_t from, int64_t count, int64_t step, const real *forward,
+                                 int tests) {
+    Pass *w = &b->w;
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width;
     for (int64_t place = from; place < count; place++) {
         int64_t q = sequence_of(w, place);
         real *gradient = output_at(a, a->out.grad_x, q, step), *row = b->backward + place * width;
-        if (!a->lossy[q]) {
+        if (!a->flagged[q]) {
             const real *state = forward + place * width;
             Member *member = &w->members[place];
             Range range = row_posterior(c, width, state, row, (real)a->weight[q], gradient, member);
@@ -96,29 +98,29 @@ static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t s
                 fetch_row(c, message_at(a, q, step - 1));
                 if (gradient) fetch_row(c, output_at(a, a->out.grad_x, q, step - 1));
             }
-            int lost = !(member->inverse_sum > 0 && member->inverse_sum < power_of_two(TOP));
-            if (!tests && a->around.following) lost |= raised_matters(w, place, step, state, row);
+            int inexact = !(member->inverse_sum > 0 && member->inverse_sum < power_of_two(TOP));
+            if (!tests && a->boundary.following) inexact |= raised_matters(w, place, step, state, row);
             int tiny = has_counts(a) ? range.most < bits_of(power_of_two(TOP - 24)) : 0;
-            if (tests && (lost || tiny || needs_check(member->raised, range))) {
+            if (tests && (inexact || tiny || needs_check(member->raised, range))) {
                 find_high(&w->matrix);
-                lost |= is_lossy(c, row, member->scale, range.most, &w->matrix);
-                if ((lost || tiny) && needs_rescaling(&w->matrix)) b->counts.unsafe_matrix = 1;
+                inexact |= is_inexact(c, row, member->scale, range.most, &w->matrix);
+                if ((inexact || tiny) && needs_rescaling(&w->matrix)) b->counts.unsafe_matrix = 1;
             }
-            if (!lost) continue;
-            a->lossy[q] = 2, a->uncounted[q] = step + 1;
+            if (!inexact) continue;
+            a->flagged[q] = 2, a->uncounted[q] = step + 1;
         }
         clear(width, row);
     }
 }
 
 /* The gradient of p0 of a place. */
-static void write_grad_p0(Back *b, int64_t place) {
-    Walk *w = &b->w;
+static void write_grad_p0(BackwardPass *b, int64_t place) {
+    Pass *w = &b->w;
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place), c = a->states, exponent;
     double *out = a->grad_p0 + q * c, sum = 0, shift;
     real *source = b->source + place * w->width;
-    if (a->lossy[q]) return;
+    if (a->flagged[q]) return;
     start_row(c, w->width, p0_at(a, q), a->p0.step, (int)a->logarithms, w->initial, &exponent, &shift);
     const real *x = x_at(a, q, 0);
     emit(c, x, top_of(x, c), b->backward + place * w->width, 1, source);
@@ -133,17 +135,17 @@ static void write_grad_p0(Back *b, int64_t place) {
 }
 
 /* log B at the step that entered. */
-static void write_leaving_backward(const Back *b, int64_t place) {
+static void write_leaving_backward(const BackwardPass *b, int64_t place) {
     const Chain *a = b->w.a;
     int64_t q = sequence_of(&b->w, place);
     const real *row = b->backward + place * b->w.width;
-    for (int64_t j = 0; j < a->states && !a->lossy[q]; j++)
-        a->around.leaving[q * a->states + j] = logarithm((double)row[j] * (double)power_of_two(-TOP));
+    for (int64_t j = 0; j < a->states && !a->flagged[q]; j++)
+        a->boundary.leaving[q * a->states + j] = logarithm((double)row[j] * (double)power_of_two(-TOP));
 }
 
 /* The matrix into a step, and its transpose unless row_times_rows is going to use the matrix itself. */
-static void prepare_backward(Back *b, int64_t count, int64_t step) {
-    Walk *w = &b->w;
+static void prepare_backward(BackwardPass *b, int64_t count, int64_t step) {
+    Pass *w = &b->w;
     const Chain *a = w->a;
     int64_t width = w->width;
     if (b->prepared && a->one_matrix) return;
@@ -155,8 +157,8 @@ static void prepare_backward(Back *b, int64_t count, int64_t step) {
 }
 
 /* T, then B at the step before, of the first `count` places. */
-static void multiply_backward(Back *b, int64_t count, int64_t step) {
-    Walk *w = &b->w;
+static void multiply_backward(BackwardPass *b, int64_t count, int64_t step) {
+    Pass *w = &b->w;
     Matrix *m = &w->matrix;
     int64_t c = w->a->states, width = w->width;
     for (int64_t place = 0, group = group_of(w->a); place < count; place += group) {
@@ -177,8 +179,8 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
 }
 
 /* Steps of a sequence of few states, down to one that fails the underflow test; returns that step. */
-static int64_t few_backward(Back *b, int64_t step) {
-    Walk *w = &b->w;
+static int64_t few_backward(BackwardPass *b, int64_t step) {
+    Pass *w = &b->w;
     Counts *t = &b->counts;
     const Chain *a = w->a;
     int64_t q = sequence_of(w, 0);
@@ -188,7 +190,7 @@ static int64_t few_backward(Back *b, int64_t step) {
     if (step >= few_of(w, 1, padded, &l) || (a->grad_bulk.data && a->members > 1)) return step;
     if (a->means.data && a->one_matrix && !t->has_terms) find_terms(t, w, step);
     l.by_log = logs(a), l.ordinary = t->ordinary;
-    l.first_step = a->around.entering != 0; /* the message that entered has no gradient */
+    l.first_step = a->boundary.entering != 0; /* the message that entered has no gradient */
     l.gradient = output_of(a, a->out.grad_x, q);
     if (a->grad_bulk.data) l.outer = (Steps){matrix_at(&a->grad_bulk, w->set, 0), a->grad_bulk.step};
     if (a->counts || a->means.data) l.held_forward = (Steps){t->held_forward, w->width};
@@ -207,9 +209,9 @@ static int64_t few_backward(Back *b, int64_t step) {
     return step;
 }
 
-/* Prepares a pass: no sequence is lossy, nothing is counted. counts.weight: a power of two near the largest weight. */
-static void begin_backward(Back *b) {
-    Walk *w = &b->w;
+/* Prepares a pass: no sequence is flagged, nothing is counted. counts.weight is a power of two near the largest. */
+static void begin_backward(BackwardPass *b) {
+    Pass *w = &b->w;
     const Chain *a = w->a;
     double least = __builtin_inf(), most = 0;
     int64_t exponent;
@@ -217,7 +219,7 @@ static void begin_backward(Back *b) {
     b->counts.has_terms = 0;
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
-        a->lossy[q] = 0, w->members[place].raised = 0;
+        a->flagged[q] = 0, w->members[place].raised = 0;
         if (a->means.data) a->means.data[q] = 0;
         double size = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
         least = size > 0 && size < least ? size : least, most = size > most ? size : most;
@@ -227,8 +229,8 @@ static void begin_backward(Back *b) {
 }
 
 /* One step back of the first `count` places: B, posteriors and transitions. */
-static void step_backward(Back *b, int64_t count, int64_t step, int counted) {
-    Walk *w = &b->w;
+static void step_backward(BackwardPass *b, int64_t count, int64_t step, int counted) {
+    Pass *w = &b->w;
     const Chain *a = w->a;
     int64_t width = w->width;
     prepare_backward(b, count, step);
@@ -240,15 +242,15 @@ static void step_backward(Back *b, int64_t count, int64_t step, int counted) {
     for (int64_t place = 0; place < count; place++) {
         int64_t q = sequence_of(w, place);
         real *source = b->source + place * width;
-        if (a->lossy[q]) clear(width, source);
+        if (a->flagged[q]) clear(width, source);
         else scale_source(width, source, w->members[place], (real)(a->weight[q] / b->counts.weight));
     }
     count_step(&b->counts, w, count, forward, b->source, step);
     set_mode(before);
 }
 
-static void walk_backward(Back *b) {
-    Walk *w = &b->w;
+static void pass_backward(BackwardPass *b) {
+    Pass *w = &b->w;
     const Chain *a = w->a;
     int counted = has_counts(a) && a->steps > 1;
     begin_backward(b);
@@ -260,7 +262,7 @@ static void walk_backward(Back *b) {
         for (int64_t place = count; place < w->count && a->out.grad_x && !a->packed; place++)
             clear(a->states, output_at(a, a->out.grad_x, sequence_of(w, place), step));
         if (count > before) posteriors_of_places(b, before, count, step, forward_rows(b, count, step), 0);
-        if (is_few(w) && count > 0 && step > 0 && !a->lossy[sequence_of(w, 0)] && !b->counts.unsafe_matrix)
+        if (is_few(w) && count > 0 && step > 0 && !a->flagged[sequence_of(w, 0)] && !b->counts.unsafe_matrix)
             step = few_backward(b, step);
         if (step == 0) break;
         if (count > 0) step_backward(b, count, step, counted);
@@ -272,9 +274,9 @@ static void walk_backward(Back *b) {
 
 /* Gradients of the places. If a matrix turns out to lose likely transitions, the pass is repeated with all matrices
    checked: counts that were added up cannot be corrected one by one. */
-static void walk_until_safe(Back *b) {
+static void pass_until_safe(BackwardPass *b) {
     int checked;
-    do checked = b->counts.unsafe_matrix, walk_backward(b);
+    do checked = b->counts.unsafe_matrix, pass_backward(b);
     while (b->counts.unsafe_matrix != checked);
     if (b->counts.held) add_held_rows(&b->counts, &b->w, 0);
     if (adds_counts(&b->w) && b->prepared) add_counts(&b->counts, &b->w);
@@ -282,40 +284,40 @@ static void walk_until_safe(Back *b) {
 
 static void clear_gradients(const Chain *a, int64_t q) {
     int64_t steps = a->packed ? steps_of(a, q) : a->steps;
-    for (int64_t step = a->around.entering != 0; step < steps && a->out.grad_x; step++)
+    for (int64_t step = a->boundary.entering != 0; step < steps && a->out.grad_x; step++)
         clear(a->states, output_at(a, a->out.grad_x, q, step));
     for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
     for (int64_t j = 0; j < a->states && leaving_backward(a); j++) leaving_backward(a)[q * a->states + j] = 0;
 }
 
-/* The members that the pass computes: of the first `left` places those that are not lossy and have gradients. Returns
+/* The members that the pass computes: of the first `left` places those that are not flagged and have gradients. Returns
    how many; writes zeros into the gradients of sequences without any. */
-static int64_t choose_members(const Walk *w, int64_t left, int64_t *chosen) {
+static int64_t choose_members(const Pass *w, int64_t left, int64_t *chosen) {
     const Chain *a = w->a;
     int64_t count = 0;
     for (int64_t place = 0; place < left; place++) {
         int64_t q = sequence_of(w, place);
         a->uncounted[q] = a->steps;
         if (!has_gradient(a, q)) clear_gradients(a, q);
-        else if (!a->lossy[q]) chosen[count++] = q - w->set * a->members;
+        else if (!a->flagged[q]) chosen[count++] = q - w->set * a->members;
     }
     return count;
 }
 
-/* The backward pass of a thread's places; returns how many are lossy, in either direction. */
+/* The backward pass of a thread's places; returns how many are flagged, in either direction. */
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t most = most_in_pass(a, group_of(a)), width = width_of(a), across = padded(width), held = group_of(a);
-    Back b = {.w = new_walk(a, held, most, &room)};
-    Walk *w = &b.w;
-    b.backward = take_reals(&room, most * width), b.source = take_reals(&room, most * width + LANES);
-    b.forward = take_reals(&room, most * width), b.transposed = take_reals(&room, width * width);
-    b.counts.partial = take_reals(&room, width * across), b.counts.total = take(&room, width * across * 8);
-    b.counts.terms = take_reals(&room, a->means.data ? width * width : 0);
-    b.counts.most_held = held, b.counts.held_forward = take_reals(&room, held * width + LANES);
-    b.counts.held_source = take_reals(&room, held * width + LANES);
-    int64_t *chosen = take(&room, a->members * 8);
-    if (!a->room) return room.bytes;
+    BackwardPass b = {.w = new_pass(a, held, most, &scratch)};
+    Pass *w = &b.w;
+    b.backward = take_reals(&scratch, most * width), b.source = take_reals(&scratch, most * width + LANES);
+    b.forward = take_reals(&scratch, most * width), b.transposed = take_reals(&scratch, width * width);
+    b.counts.partial = take_reals(&scratch, width * across), b.counts.total = take(&scratch, width * across * 8);
+    b.counts.terms = take_reals(&scratch, a->means.data ? width * width : 0);
+    b.counts.most_held = held, b.counts.held_forward = take_reals(&scratch, held * width + LANES);
+    b.counts.held_source = take_reals(&scratch, held * width + LANES);
+    int64_t *chosen = take(&scratch, a->members * 8);
+    if (!a->scratch) return scratch.bytes;
     /* few_loops.h writes c entries of each row */
     if (has_counts(a) && width > a->states) clear(held * width, b.counts.held_source);
     for (int64_t q = a->first, left; q < a->last; q += left) {
@@ -325,8 +327,8 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
         w->in_place = !w->order && !a->ends && w->width == a->states;
         do { /* even for count 0: gradients of matrices become 0 */
             w->count = last - w->begin < most ? last - w->begin : most;
-            walk_until_safe(&b);
+            pass_until_safe(&b);
         } while ((w->begin += most) < last);
     }
-    return lossy_places(a);
+    return flagged_places(a);
 }

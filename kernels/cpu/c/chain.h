@@ -1,4 +1,4 @@
-/* The arguments of every exported loop: one pointer to this struct, which arguments.py mirrors field by field.
+/* The arguments of the loops over dense chains: a pointer to this struct, which arguments.py mirrors field by field.
 
    Shapes: v steps, g sets of matrices, m members of each set, c states; sequence q = set m + member. Batches, views and
    packed sequences differ in where the arrays of a sequence begin and in the strides between its steps, which count
@@ -28,7 +28,7 @@ typedef struct {
     const int64_t *at;
 } Outputs;
 
-/* What a stretch of a longer chain takes from the stretches before and after it, and hands to them; or null. */
+/* Messages that a stretch of a longer chain takes from its neighbors, and those for them; each may be null. */
 typedef struct {
     const operand *entering;           /* (g, m, c): log of a forward message with sum 1; x begins at step 1 then */
     const double *entering_double;     /* the same in float64, see call.h */
@@ -37,10 +37,10 @@ typedef struct {
                                           log of the backward message at the step that entered */
     double *log_norm_error;            /* (g, m): the rounding error of log_norm */
     const double *following;           /* (g, m, c): log backward messages of the last steps; null for zeros */
-} Around;
+} Boundary;
 
-/* Mean log-weights of paths (g, m), or null; where there is another chain, less those that it has, see call.h. */
-typedef struct { double *data; const struct Chain *less; } Means;
+/* Mean log-weights of paths (g, m), less those of a second chain, see call.h; both may be null. */
+typedef struct { double *data; const struct Chain *second; } Means;
 
 typedef struct Chain {
     int64_t steps, sets, members, states, first, last;
@@ -52,17 +52,17 @@ typedef struct Chain {
     Rows p0;                        /* (g, m, c): initial weights, `step` apart; `at` is null where all share a row */
     const int64_t *ends;            /* (g, m): number of steps of each sequence; null for v */
     const int64_t *order;           /* (g, m): members of each set, the longest first; null where all have v steps */
-    Around around;
+    Boundary boundary;
     Rows messages;                  /* forward messages; null where they are not kept */
     double *log_norm;               /* (g, m): log Z */
     operand *value;                 /* (g, m) or null: log Z rounded to `real` */
-    uint8_t *lossy;                 /* (g, m), bits: underflow is possible, 1 forward, 2 backward: recompute exactly */
+    uint8_t *flagged;               /* (g, m), bits: underflow is possible, 1 forward, 2 backward: recompute exactly */
     int64_t *uncounted;             /* (g, m): last step whose expected transitions are not in the counts yet */
-    char *room;                     /* scratch of this thread; null asks for its size, see Room */
+    char *scratch;                  /* of this thread; null asks for its size, see Scratch */
     const double *weight;           /* (g, m): factor of each sequence's gradients */
     Outputs out;
     Matrices grad_bulk;             /* summed over the members of each set; or null */
-    double *counts;                 /* (g, from, to) or null: the gradient of one matrix for all steps is added to it */
+    double *counts;                 /* (g, from, to): the gradient of one matrix of all steps is added to it; or null */
     double *grad_p0;                /* (g, m, c) or null */
     Rows grad_p0_real;              /* the same in the shape of p0, whose rows sequences may share; or null */
     Means means;                    /* where these are wanted, there are no counts */
@@ -78,14 +78,14 @@ INLINE int64_t sequence_in(const Chain *a, int64_t place) {
     return a->order ? place - place % a->members + a->order[place] : place;
 }
 
-/* Number of steps of sequence q, its initial weights, and its row at a step of x, of kept messages and of gradients.
-   With `entering`, step 0 is the message that entered: it has no gradient, and x begins at step 1. */
+/* The number of steps of sequence q, its initial weights, and its row at a step of kept messages and of x. With
+   `entering`, step 0 is the message that entered: it has no gradient, and x begins at step 1. */
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
 INLINE const operand *p0_at(const Chain *a, int64_t q) { return a->p0.data + (a->p0.at ? a->p0.at[q] : 0); }
 INLINE operand *row_at_step(const Rows *a, int64_t q, int64_t step) { return a->data + a->at[q] + step * a->step; }
 INLINE operand *message_at(const Chain *a, int64_t q, int64_t step) { return row_at_step(&a->messages, q, step); }
 INLINE const operand *x_at(const Chain *a, int64_t q, int64_t step) {
-    const operand *entering = a->around.entering;
+    const operand *entering = a->boundary.entering;
     if (entering && step-- == 0) return entering + q * a->states;
     return row_at_step(&a->x, q, step);
 }
@@ -96,21 +96,21 @@ INLINE operand *at_step(Steps rows, int64_t step) { return rows.data + step * ro
 
 /* The rows of one of the outputs; null where it is not wanted. */
 INLINE Steps output_of(const Chain *a, operand *rows, int64_t q) {
-    if (rows) rows += a->out.at[q] - (a->around.entering ? a->out.step : 0);
+    if (rows) rows += a->out.at[q] - (a->boundary.entering ? a->out.step : 0);
     return (Steps){rows, a->out.step};
 }
 INLINE operand *output_at(const Chain *a, operand *rows, int64_t q, int64_t step) {
-    return rows && !(a->around.entering && step == 0) ? at_step(output_of(a, rows, q), step) : 0;
+    return rows && !(a->boundary.entering && step == 0) ? at_step(output_of(a, rows, q), step) : 0;
 }
 
 /* log Z of the stretches before this one. */
 INLINE Sum log_norm_before(const Chain *a, int64_t q) {
-    const Around *before = &a->around;
+    const Boundary *before = &a->boundary;
     return before->entering_log_norm ? (Sum){before->entering_log_norm[q], before->entering_error[q]} : (Sum){0, 0};
 }
 
 /* Where a backward call writes the message at the step that entered; or null. */
-INLINE double *leaving_backward(const Chain *a) { return a->around.entering ? a->around.leaving : 0; }
+INLINE double *leaving_backward(const Chain *a) { return a->boundary.entering ? a->boundary.leaving : 0; }
 
 /* The largest of c logarithms; 0 if all are -inf. */
 INLINE double largest_log(int64_t c, const double *from) {
@@ -120,9 +120,9 @@ INLINE double largest_log(int64_t c, const double *from) {
 }
 
 INLINE void write_log_norm(const Chain *a, int64_t q, Sum log_norm) {
-    double value = value_of(log_norm), lost = (log_norm.sum - value) + log_norm.error;
+    double value = value_of(log_norm), error = (log_norm.sum - value) + log_norm.error;
     a->log_norm[q] = value;
-    if (a->around.log_norm_error) a->around.log_norm_error[q] = lost == lost ? lost : 0;
+    if (a->boundary.log_norm_error) a->boundary.log_norm_error[q] = error == error ? error : 0;
 }
 
 /* Whether gradients may differ from 0: those of an impossible sequence are 0. */
@@ -133,21 +133,21 @@ INLINE void fetch_row(int64_t c, const real *row) {
     for (int64_t j = 0; j < c; j += 64 / (int64_t)sizeof(real)) __builtin_prefetch(row + j);
 }
 
-/* Scratch of a call: arrays are handed out one after the other, each on its own cache lines. Every exported loop that
-   is called with a null `room` returns the bytes of scratch that it needs, and does nothing else. */
-typedef struct { char *begin; int64_t bytes; } Room;
+/* Scratch of a call, from which arrays are taken, each on separate cache lines. Every exported loop that is called with
+   a null `scratch` returns the bytes of scratch that it needs, and does nothing else. */
+typedef struct { char *begin; int64_t bytes; } Scratch;
 
-INLINE char *rest_of(const Room *room) { return room->begin ? room->begin + room->bytes : 0; }
-INLINE void *take(Room *room, int64_t bytes) {
-    char *array = rest_of(room);
-    room->bytes += (bytes + 63) / 64 * 64;
+INLINE char *rest_of(const Scratch *scratch) { return scratch->begin ? scratch->begin + scratch->bytes : 0; }
+INLINE void *take(Scratch *scratch, int64_t bytes) {
+    char *array = rest_of(scratch);
+    scratch->bytes += (bytes + 63) / 64 * 64;
     return array;
 }
-INLINE real *take_reals(Room *room, int64_t count) { return take(room, count * (int64_t)sizeof(real)); }
+INLINE real *take_reals(Scratch *scratch, int64_t count) { return take(scratch, count * (int64_t)sizeof(real)); }
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Exact recomputation of lossy sequences, see recompute.h. */
-int64_t EXPORTED(logchain_redo_forward)(const Chain *);
-int64_t EXPORTED(logchain_redo_backward)(const Chain *);
-int64_t EXPORTED(logchain_redo_messages)(const Chain *);
+/* Exact recomputation of flagged sequences, see recompute.h. */
+int64_t EXPORTED(logchain_recompute_forward)(const Chain *);
+int64_t EXPORTED(logchain_recompute_backward)(const Chain *);
+int64_t EXPORTED(logchain_recompute_messages)(const Chain *);

@@ -29,7 +29,7 @@ typedef struct {
 INLINE int has_counts(const Chain *a) { return a->counts || a->grad_bulk.data || a->means.data; }
 
 /* Whether counts are added up over steps. */
-INLINE int adds_counts(const Walk *w) {
+INLINE int adds_counts(const Pass *w) {
     return w->a->counts || (w->a->means.data && w->a->one_matrix && w->count == 1);
 }
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
@@ -56,19 +56,19 @@ INLINE void check_large(Counts *t, reals high) { t->unsafe_matrix |= largest(hig
 
 /* Counts of an entry, without its factor P; and its gradient, exactly 0 where the matrix is 0. `unscale`: of the
    matrix's scale, unless gradients are those of logarithms. */
-INLINE double count_of_entry(const Counts *t, const Walk *w, int64_t k, int64_t j) {
+INLINE double count_of_entry(const Counts *t, const Pass *w, int64_t k, int64_t j) {
     int64_t at = k * padded(w->width) + j;
     return (t->flushed ? t->total[at] : 0) + (t->added ? (double)t->partial[at] : 0);
 }
-INLINE double gradient_of_entry(const Counts *t, const Walk *w, Factors unscale, int64_t k, int64_t j) {
+INLINE double gradient_of_entry(const Counts *t, const Pass *w, Factors unscale, int64_t k, int64_t j) {
     real p = w->matrix.entries[k * w->matrix.row + j];
     double count = count_of_entry(t, w, k, j) * ((double)UNSHARE * t->weight) * (logs(w->a) ? (double)p : 1);
     return bits_of(p) << 1 == 0 ? 0 : count * unscale.first * unscale.second;
 }
-INLINE Factors unscale_of(const Walk *w) { return factors_of(logs(w->a) ? 0 : -w->matrix.exponent); }
+INLINE Factors unscale_of(const Pass *w) { return factors_of(logs(w->a) ? 0 : -w->matrix.exponent); }
 
 /* A step's gradient. */
-static void write_counts(Counts *t, const Walk *w, real *out) {
+static void write_counts(Counts *t, const Pass *w, real *out) {
     const Matrix *m = &w->matrix;
     reals high = {0};
     int64_t c = m->c, across = padded(w->width);
@@ -93,14 +93,14 @@ static void write_counts(Counts *t, const Walk *w, real *out) {
     set_mode(before);
 }
 
-static void flush(Counts *t, const Walk *w) {
+static void flush(Counts *t, const Pass *w) {
     for (int64_t k = 0; k < w->a->states * padded(w->width); k++)
         t->total[k] = (t->flushed ? t->total[k] : 0) + (double)t->partial[k];
     t->added = 0, t->flushed = 1;
 }
 
 /* Adds S^T times sources of `count` rows. */
-static void add_rows(Counts *t, const Walk *w, int64_t count, const real *forward, real *source) {
+static void add_rows(Counts *t, const Pass *w, int64_t count, const real *forward, real *source) {
     int64_t width = w->width, across = padded(width);
     clear(across - width, source + count * width); /* into which the last vector reaches: it may hold anything */
     for (int64_t row = 0; row < count;) {
@@ -119,8 +119,8 @@ INLINE const real *entry_at(const Chain *a, int64_t set, int64_t step, int64_t k
 }
 
 /* P log P of the matrix into a step; 0 where P is. */
-static void find_terms(Counts *t, const Walk *w, int64_t step) {
-    const Chain *a = w->a, *second = a->means.less;
+static void find_terms(Counts *t, const Pass *w, int64_t step) {
+    const Chain *a = w->a, *second = a->means.second;
     int are_logs = (int)a->logarithms;
     real taken = (real)((double)w->matrix.exponent * 0.69314718055994531);
     reals high = {0};
@@ -139,7 +139,7 @@ static void find_terms(Counts *t, const Walk *w, int64_t step) {
 }
 
 /* Adds the means of log P over the transitions of `count` rows. */
-static void add_means(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
+static void add_means(Counts *t, const Pass *w, int64_t count, const real *forward, const real *source) {
     int64_t width = w->width, group = group_of(w->a);
     for (int64_t place = 0; place < count; place += group, forward += group * width, source += group * width) {
         int64_t rows = count - place < group ? count - place : group;
@@ -156,7 +156,7 @@ static void add_means(Counts *t, const Walk *w, int64_t count, const real *forwa
 }
 
 /* Adds the counts or means of held rows, the last of which is the transition into the step after `step`. */
-static void add_held_rows(Counts *t, Walk *w, int64_t step) {
+static void add_held_rows(Counts *t, Pass *w, int64_t step) {
     const Chain *a = w->a;
     Mode before = flush_to_zero(t->ordinary);
     if (adds_counts(w)) add_rows(t, w, t->held, t->held_forward, t->held_source);
@@ -171,7 +171,7 @@ static void add_held_rows(Counts *t, Walk *w, int64_t step) {
 }
 
 /* Collects few rows, for a product with up to `most_held` of them: each product reads and writes all of `partial`. */
-static void hold_rows(Counts *t, Walk *w, int64_t count, const real *forward, const real *source) {
+static void hold_rows(Counts *t, Pass *w, int64_t count, const real *forward, const real *source) {
     int64_t entries = count * w->width;
     if (t->held + count > t->most_held) add_held_rows(t, w, 0);
     write_row(entries, forward, 1, t->held_forward + t->held * w->width);
@@ -180,7 +180,7 @@ static void hold_rows(Counts *t, Walk *w, int64_t count, const real *forward, co
 }
 
 /* Counts the transitions into a step of the first `count` places. */
-static void count_step(Counts *t, Walk *w, int64_t count, const real *forward, real *source, int64_t step) {
+static void count_step(Counts *t, Pass *w, int64_t count, const real *forward, real *source, int64_t step) {
     const Chain *a = w->a;
     if (a->means.data && !t->has_terms) find_terms(t, w, step);
     if (adds_counts(w)) {
@@ -196,17 +196,17 @@ static void count_step(Counts *t, Walk *w, int64_t count, const real *forward, r
 }
 
 /* Adds the sum over all steps to the gradient of their one matrix, or their mean. */
-static void add_counts(Counts *t, const Walk *w) {
+static void add_counts(Counts *t, const Pass *w) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0);
     Factors unscale = unscale_of(w);
-    double mean = 0, all = 0;
+    double mean = 0, norm = 0;
     for (int64_t k = 0; k < c; k++)
         for (int64_t j = 0; j < c; j++) {
             double count = count_of_entry(t, w, k, j);
             if (a->counts) a->counts[(w->set * c + k) * c + j] += gradient_of_entry(t, w, unscale, k, j);
             if (!a->counts) mean += count * (double)t->terms[k * w->width + j];
-            if (!a->counts) all += count * (double)w->matrix.entries[k * w->matrix.row + j];
+            if (!a->counts) norm += count * (double)w->matrix.entries[k * w->matrix.row + j];
         }
-    if (a->means.data && all > 0) a->means.data[q] += mean / all * (double)(steps_of(a, q) - 1);
+    if (a->means.data && norm > 0) a->means.data[q] += mean / norm * (double)(steps_of(a, q) - 1);
 }

@@ -35,7 +35,7 @@ INLINE void write_wide(real *to, doubles a, int64_t left) {
     else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
 }
 
-/* The same from and to doubles, one after the other. */
+/* The same from and to contiguous doubles. */
 INLINE doubles read_doubles(const double *from, int64_t left, double fill) {
     doubles a = splat_wide(fill);
     UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = from[l];

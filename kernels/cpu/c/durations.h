@@ -14,10 +14,10 @@
 #pragma once
 #include "sums.h"
 
-INLINE Row durations_of(const Matrix *m) { return row_from(m->entries, m->start[m->matrix_blocks] * LANES); }
+INLINE Row durations_of(const BlockMatrix *m) { return row_from(m->entries, m->start[m->matrix_blocks] * LANES); }
 
 /* The first states (s, 0) of a row, as a row. */
-static void gather_ends(const Matrix *m, Row from, Row to) {
+static void gather_ends(const BlockMatrix *m, Row from, Row to) {
     for (int64_t s = 0; s < m->segments; s++) to.m[s] = from.m[s * m->longest], to.e[s] = from.e[s * m->longest];
 }
 
@@ -41,7 +41,7 @@ static void settle_row(int64_t width, Row row) {
     }
 }
 
-static void extend_segments(const Matrix *m, Row from, Row entering, Row to) {
+static void extend_segments(const BlockMatrix *m, Row from, Row entering, Row to) {
     Row weight = durations_of(m);
     int64_t longest = m->longest;
     for (int64_t s = 0; s < m->segments; s++) {
@@ -56,13 +56,14 @@ static void extend_segments(const Matrix *m, Row from, Row entering, Row to) {
     }
 }
 
-/* Counts of both parameters; `inner`: the product of the matrix of segments with G. */
-static void count_durations(const Matrix *m, const Matrix *square, const Factor *inner, const Factor *f) {
+/* Counts both parameters; `inner`: the product of the matrix of segments with G. */
+static void count_durations(const BlockMatrix *m, const BlockMatrix *square, const RowProduct *inner,
+                            const RowProduct *f) {
     Counting n = *f->counting;
     Row weight = durations_of(m), forward = m->forward, entering = m->sums;
     real *counts = n.counts + m->start[m->matrix_blocks] * LANES;
-    gather_ends(m, n.kept, forward);
-    n.kept = forward, count_dense(square, inner, &n);
+    gather_ends(m, n.forward, forward);
+    n.forward = forward, count_dense(square, inner, &n);
     for (int64_t s = 0; s < m->segments; s++)
         sum_products(m->matrix_blocks, forward, row_from(m->entries, s * LANES), m->segments, entering, s);
     settle_row(m->matrix_blocks * LANES, entering);
@@ -77,7 +78,7 @@ static void count_durations(const Matrix *m, const Matrix *square, const Factor 
 }
 
 /* The product of the matrix of segments with `ends`, which are settled. */
-static void sum_segments(const Matrix *square, Factor *f) {
+static void sum_segments(const BlockMatrix *square, RowProduct *f) {
     int64_t width = square->blocks * LANES;
     f->row = square->ends, f->to = square->sums;
     if (square->is_near) {
@@ -87,11 +88,11 @@ static void sum_segments(const Matrix *square, Factor *f) {
     sum_dense(square, 1, &f);
 }
 
-static void sum_durations(const Matrix *m, const Factor *f) {
+static void sum_durations(const BlockMatrix *m, const RowProduct *f) {
     Row row = f->row, to = f->to, weight = durations_of(m);
     int64_t longest = m->longest, vectors = vectors_of(longest);
-    Matrix square = *m;
-    Factor inner = {0};
+    BlockMatrix square = *m;
+    RowProduct inner = {0};
     square.blocks = m->matrix_blocks;
     if (!m->backward) {
         gather_ends(m, row, m->ends), sum_segments(&square, &inner);

@@ -1,4 +1,4 @@
-/* The arguments of exact scans, and matrices as blocks of entries, whatever they are given by.
+/* The arguments of exact scans, and matrices of all kinds as blocks of entries.
 
    A block is a vector of neighboring states, of arcs any vector of states. An entry is a vector of weights that lead
    into the states of a block, or in a backward scan out of them, and tells which states are at their other ends:
@@ -54,7 +54,7 @@ typedef struct {
     operand *log_forward, *log_backward, *filtered;  /* (n, v, c) or null: see exact_step.h */
     int64_t *paths, draws, sequences;                /* (n, v) or (draws, n, v): states, see structure_paths.h */
     int64_t every;                                   /* steps between checkpoints, see structure_paths.h */
-    char *room;                                      /* scratch; null asks for its size, see Room */
+    char *scratch;                                   /* null asks for its size, see Scratch */
     const Chain *dense;                              /* of dense chains: layout and further arguments */
 } Exact;
 
@@ -82,44 +82,44 @@ typedef struct {
     real top;
     int backward, has_nan, is_near;
     int as_logs;          /* entries.m are finite logarithms, for structure_paths.h, or else `has_nan` */
-} Matrix;
+} BlockMatrix;
 
 /* Entries that are counted while they are summed: S P T / Z times 2^lift, without the mantissas of P. `shift`: what
    exponents lack; `share`: weight / Z. */
-typedef struct { Row kept; real shift, share, lift, *counts; } Counting;
+typedef struct { Row forward; real shift, share, lift, *counts; } Counting;
 
 /* A row to be multiplied by a matrix: the row, also aligned to 2^e, or null; where the sums go; what is counted, or
    null; the number of blocks where the aligned row was not right. */
-typedef struct { Row row, to; const real *aligned; real e; const Counting *counting; int64_t failed; } Factor;
+typedef struct { Row row, to; const real *aligned; real e; const Counting *counting; int64_t failed; } RowProduct;
 
-INLINE reals count_factor(const Counting *n, Split own, reals e) {
-    return own.m * bounded_power((own.e + e) + (n->shift + n->lift)) * n->share;
+INLINE reals count_factor(const Counting *n, Split forward, reals e) {
+    return forward.m * bounded_power((forward.e + e) + (n->shift + n->lift)) * n->share;
 }
 INLINE void count_term(reals factor, reals part, real *count) { store(count, load(count) + part * factor); }
 
-/* The sum of up to 8 products of numbers and weights, near 2^LIFT. Each is counted, unless `n` is null, for the number
-   `own` at its other end: what it is over 2^e and its weight's mantissa. */
-INLINE Split sum_of_terms(const int terms, const Split *from, const Split *weight, const Counting *n, Split own,
+/* The sum of up to 8 products of numbers and weights, near 2^LIFT. Each is counted, unless `n` is null, with the
+   forward messages of the block: without 2^e and its weight's mantissa. */
+INLINE Split sum_of_terms(const int terms, const Split *from, const Split *weight, const Counting *n, Split forward,
                           real *counts) {
     Split sum = {{0}, from[0].e + weight[0].e};
     reals e[8], parts[8];
     UNROLL for (int t = 0; t < terms; t++) e[t] = from[t].e + weight[t].e, sum.e = larger(e[t], sum.e);
     sum.e -= LIFT;
     UNROLL for (int t = 0; t < terms; t++) parts[t] = from[t].m * power(e[t] - sum.e), sum.m += parts[t] * weight[t].m;
-    reals factor = n ? count_factor(n, own, sum.e) : sum.m;
+    reals factor = n ? count_factor(n, forward, sum.e) : sum.m;
     UNROLL for (int t = 0; t < terms && n; t++) count_term(factor, parts[t], counts + t * LANES);
     return sum;
 }
 
-INLINE Row take_row(Room *room, int64_t width) {
-    real *mantissas = take_reals(room, width);
-    return (Row){mantissas, take_reals(room, width)};
+INLINE Row take_row(Scratch *scratch, int64_t width) {
+    real *mantissas = take_reals(scratch, width);
+    return (Row){mantissas, take_reals(scratch, width)};
 }
 
 /* Where the weights of an entry are: lane l, from `first` to before `stop`, at place + l step, or at arc[l] step. */
 typedef struct { int64_t place, step, first, stop; const int32_t *arc; } Lanes;
 
-INLINE Lanes lanes_of_durations(const Matrix *m, int64_t block, int64_t entry) {
+INLINE Lanes lanes_of_durations(const BlockMatrix *m, int64_t block, int64_t entry) {
     int64_t c = m->segments, j = block * LANES, k = m->other[entry], vectors = vectors_of(m->longest);
     if (block < m->matrix_blocks) {
         int64_t left = smaller_of(c - j, LANES);
@@ -129,7 +129,8 @@ INLINE Lanes lanes_of_durations(const Matrix *m, int64_t block, int64_t entry) {
     return (Lanes){c * c + state * m->longest + r, 1, 0, smaller_of(m->longest - r, LANES), 0};
 }
 
-INLINE Lanes lanes_of(const Exact *a, const Matrix *m, int64_t block, int64_t entry, int64_t outer, int64_t inner) {
+INLINE Lanes lanes_of(const Exact *a, const BlockMatrix *m, int64_t block, int64_t entry, int64_t outer,
+                      int64_t inner) {
     int64_t j = block * LANES, left = smaller_of(a->states - j, LANES);
     if (kind_of(a) == DURATIONS) return lanes_of_durations(m, block, entry);
     if (kind_of(a) == ARCS) return (Lanes){0, inner, 0, LANES, m->slices->arc + entry * LANES};
@@ -153,7 +154,7 @@ INLINE reals read_lanes(const operand *from, Lanes at, real fill) {
     return a;
 }
 
-INLINE void read_entry(const Exact *a, Matrix *m, int64_t entry, reals weights) {
+INLINE void read_entry(const Exact *a, BlockMatrix *m, int64_t entry, reals weights) {
     if (m->as_logs) {
         if (!a->logarithms) weights = logarithms(weights);
         m->has_nan |= any(~(weights < INFINITE)), store(m->entries.m + entry * LANES, weights);
@@ -178,7 +179,7 @@ static const operand *transposed_square(const Exact *a, const operand *from, ope
 }
 
 /* Reads the matrix into a step, unless it is there. */
-static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t step) {
+static void read_matrix(const Exact *a, BlockMatrix *m, const Place *place, int64_t step) {
     const operand *from = a->weights + place->weights + (a->one_matrix ? 0 : step - 1) * a->weights_step;
     int64_t outer = a->weights_outer, inner = a->weights_inner;
     real zero = a->logarithms ? -INFINITE : 0, unit = a->logarithms ? 0 : 1;
@@ -203,14 +204,14 @@ static void read_matrix(const Exact *a, Matrix *m, const Place *place, int64_t s
 }
 
 /* Counts of the entries of a matrix times 2^lift: of some steps, and if all share it, of those before. */
-typedef struct { int64_t entries, steps; real lift, *recent; double *total; } Counts;
+typedef struct { int64_t entries, steps; real lift, *recent; double *total; } EntryCounts;
 
-static void clear_counts(Counts *n) {
+static void clear_counts(EntryCounts *n) {
     for (int64_t k = 0; k < n->entries * LANES; k++) n->recent[k] = 0;
     for (int64_t k = 0; k < n->entries * LANES && n->total; k++) n->total[k] = 0;
     n->steps = 0;
 }
-static void add_recent(Counts *n) {
+static void add_recent(EntryCounts *n) {
     for (int64_t k = 0; k < n->entries * LANES; k++) n->total[k] += (double)n->recent[k], n->recent[k] = 0;
     n->steps = 0;
 }
@@ -223,7 +224,7 @@ INLINE reals gradient_of(const Exact *a, Split weight, reals count, real lift) {
 }
 
 /* Adds gradients of the matrix into a step to those of the caller, and clears the counts. */
-static void write_counts(const Exact *a, const Matrix *m, const Place *place, int64_t step, Counts *n) {
+static void write_entry_counts(const Exact *a, const BlockMatrix *m, const Place *place, int64_t step, EntryCounts *n) {
     int64_t c = a->states, outer = kind_of(a) == ARCS ? 0 : kind_of(a) == DENSE ? 1 : c;
     int64_t inner = kind_of(a) == DENSE ? c : 1, at = place->counts + (a->one_matrix ? 0 : (step - 1) * a->counts_step);
     if (n->total) add_recent(n);
@@ -246,13 +247,13 @@ static void write_counts(const Exact *a, const Matrix *m, const Place *place, in
 INLINE int64_t held_bands(const Exact *a) { return a->terms < 8 ? a->terms : (a->terms + 7) / 8 * 8; }
 
 /* Entries that a matrix may have. */
-INLINE int64_t entries_of(const Exact *a, const Matrix *m) {
+INLINE int64_t entries_of(const Exact *a, const BlockMatrix *m) {
     if (kind_of(a) == ARCS) return m->slices->start[m->blocks];
     if (kind_of(a) == DURATIONS) return m->blocks + m->matrix_blocks * (m->segments - 1);
     return m->blocks * (kind_of(a) == BANDS ? held_bands(a) : a->states);
 }
 
-static Matrix begin_durations(Matrix m) {
+static BlockMatrix begin_durations(BlockMatrix m) {
     for (int64_t block = 0; block <= m.blocks; block++)
         m.start[block] = block + smaller_of(block, m.matrix_blocks) * (m.segments - 1);
     for (int64_t entry = 0; entry < m.start[m.blocks]; entry++)
@@ -262,9 +263,9 @@ static Matrix begin_durations(Matrix m) {
 }
 
 /* A matrix, of which nothing is read yet. */
-static Matrix new_matrix(const Exact *a, int backward, Room *room) {
+static BlockMatrix new_matrix(const Exact *a, int backward, Scratch *scratch) {
     int64_t held = kind_of(a) == BANDS ? held_bands(a) : 0, dense = kind_of(a) == DENSE, c = a->terms;
-    Matrix m = {.blocks = whole_vectors(a->states) / LANES, .backward = backward};
+    BlockMatrix m = {.blocks = whole_vectors(a->states) / LANES, .backward = backward};
     if (kind_of(a) == ARCS) {
         const Graph *graph = a->pattern;
         m.slices = backward ? &graph->out : &graph->into, m.blocks = m.slices->blocks;
@@ -273,17 +274,18 @@ static Matrix new_matrix(const Exact *a, int backward, Room *room) {
         if (kind_of(a) == DURATIONS) {
             m.segments = c, m.longest = a->states / c, m.matrix_blocks = vectors_of(c);
             m.blocks = m.matrix_blocks + c * vectors_of(m.longest);
-            m.ends = take_row(room, m.matrix_blocks * LANES), m.sums = take_row(room, m.matrix_blocks * LANES);
-            m.forward = take_row(room, m.matrix_blocks * LANES), m.aligned = take_reals(room, m.matrix_blocks * LANES);
+            int64_t width = m.matrix_blocks * LANES;
+            m.ends = take_row(scratch, width), m.sums = take_row(scratch, width);
+            m.forward = take_row(scratch, width), m.aligned = take_reals(scratch, width);
         }
-        m.start = take(room, (m.blocks + 1) * 8);
+        m.start = take(scratch, (m.blocks + 1) * 8);
     }
     int64_t entries = entries_of(a, &m);
-    m.entries = take_row(room, entries * LANES);
-    m.linear = take_reals(room, kind_of(a) == BANDS ? 0 : entries * LANES);
-    m.shift = take(room, held * 8), m.other = take(room, (dense || m.segments) * (entries + 1) * 4);
-    m.square = take(room, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
-    if (!room->begin) return m;
+    m.entries = take_row(scratch, entries * LANES);
+    m.linear = take_reals(scratch, kind_of(a) == BANDS ? 0 : entries * LANES);
+    m.shift = take(scratch, held * 8), m.other = take(scratch, (dense || m.segments) * (entries + 1) * 4);
+    m.square = take(scratch, dense * backward * a->states * a->states * (int64_t)sizeof(operand));
+    if (!scratch->begin) return m;
     if (kind_of(a) == DURATIONS) return begin_durations(m);
     for (int64_t block = 0; block <= m.blocks && kind_of(a) != ARCS; block++) m.start[block] = block * held;
     for (int64_t d = 0; d < held; d++) {

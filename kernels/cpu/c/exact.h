@@ -24,7 +24,7 @@ static void scan_forward(Scan *w) {
             Sequence *s = w->sequence + f;
             if (step >= s->place->steps) continue;
             s->has_nan |= step == 0 ? read_p0(a, s->place, s->sums) : w->matrix.has_nan;
-            emit(w, s, step, kept_row(w, s->place, step));
+            emit_split(w, s, step, forward_row(w, s->place, step));
             if (a->taken) a->taken[row_at(a, s->place, step)] = s->taken;
             write_forward(w, s, step);
             if (step + 1 == s->place->steps) finish_scan(w, s);
@@ -39,7 +39,7 @@ static void write_p0_gradient(const Scan *w, const Sequence *s) {
     real top = 0;
     read_p0(a, s->place, s->sums);
     Mode mode = flush_to_zero(w->ordinary);
-    top = top_of_products(w, &(Sequence){.sums = s->sums, .kept = s->message});
+    top = top_of_products(w, &(Sequence){.sums = s->sums, .forward = s->message});
     for (int64_t j = 0; j < a->states; j += LANES) {
         Split t = load_split(s->message, j), p = load_split(s->sums, j);
         sum += (double)total(t.m * p.m * bounded_power((t.e + p.e) - top));
@@ -59,17 +59,17 @@ static void begin_step(Scan *w, Sequence *s, int64_t step, real *counts) {
     const Exact *a = w->a;
     int last = step + 1 == s->place->steps;
     s->counting = (Counting){.counts = last ? 0 : counts, .lift = w->counts.lift};
-    if (last) last_row(w, s);
+    if (last) last_split_row(w, s);
     if (!a->log_norm) return;
     if (kind_of(a) == DENSE) return begin_dense(w, s, step);
     double taken = a->taken[row_at(a, s->place, step)];
-    s->kept = kept_row(w, s->place, step);
+    s->forward = forward_row(w, s->place, step);
     if (last) {
-        real top = top_of_row(w->width, s->kept);
-        s->sum = sum_of_split_row(w->width, s->kept, top), s->whole = taken + (double)top;
+        real top = top_of_row(w->width, s->forward);
+        s->sum = sum_of_split_row(w->width, s->forward, top), s->whole = taken + (double)top;
     }
     s->counting.shift = (real)(taken + s->taken - s->whole);
-    s->counting.share = (real)(weight_of(a, s) / s->sum), s->counting.kept = s->kept;
+    s->counting.share = (real)(weight_of(a, s) / s->sum), s->counting.forward = s->forward;
 }
 
 /* Posteriors, counts of dense matrices, and T. */
@@ -84,7 +84,7 @@ static void end_step(Scan *w, Sequence *s, int64_t step) {
         if (change > -0x1p-12 && change < 0x1p-12) s->sum = sum;
         else find_posteriors(w, s, out); /* exponents beyond EXACT */
     }
-    emit(w, s, step, (Row){0, 0});
+    emit_split(w, s, step, (Row){0, 0});
 }
 
 /* Gradients of a sequence that has none, or NaN where log Z is NaN; of others zeros after the end. */
@@ -103,7 +103,7 @@ static void fill_gradients(Scan *w, Sequence *s, real *counts) {
         read_matrix(a, &w->matrix, s->place, step);
         for (int64_t k = 0; k < w->counts.entries * LANES; k++) counts[k] = none;
         if (a->one_matrix) return add_recent(&w->counts);
-        write_counts(a, &w->matrix, s->place, step, &w->counts);
+        write_entry_counts(a, &w->matrix, s->place, step, &w->counts);
     }
 }
 
@@ -136,14 +136,15 @@ static void scan_backward(Scan *w) {
             end_step(w, s, step);
         }
         if (a->one_matrix && w->counts.steps >= COUNTED_TOGETHER) add_recent(&w->counts);
-        if (!a->one_matrix && w->counts.steps) write_counts(a, &w->matrix, w->sequence->place, step + 1, &w->counts);
+        if (!a->one_matrix && w->counts.steps)
+            write_entry_counts(a, &w->matrix, w->sequence->place, step + 1, &w->counts);
         set_mode(mode);
     }
     for (int64_t f = 0; f < w->count && a->grad_p0; f++)
         if (!w->sequence[f].idle) write_p0_gradient(w, w->sequence + f);
     if (!a->one_matrix || !counts || !w->matrix.of || !ends_weights(w)) return;
     Mode mode = flush_to_zero(w->ordinary);
-    write_counts(a, &w->matrix, w->sequence->place, 1, &w->counts);
+    write_entry_counts(a, &w->matrix, w->sequence->place, 1, &w->counts);
     set_mode(mode);
 }
 
@@ -155,7 +156,7 @@ static void read_weights(Scan *w) {
         double weight = a->weight[a->places[place].index], size = weight < 0 ? -weight : weight;
         least = size > 0 && size < least ? size : least, most = size > most ? size : most;
     }
-    w->ordinary = are_ordinary(least, most), w->counts.lift = LIFT + OWN_LIFT;
+    w->ordinary = are_ordinary(least, most), w->counts.lift = LIFT + COUNT_LIFT;
     for (; most > 1 && most < __builtin_inf(); most /= 2) w->counts.lift -= 1;
 }
 
@@ -172,27 +173,28 @@ static int64_t reach_of(const Exact *a) {
 /* Runs `scan` on the sequences of a thread: on those of one matrix one by one, unless it is dense, on others in groups
    that share the matrix of each step. Returns in how many exponents beyond EXACT matter. */
 static int64_t scan_all(const Exact *a, int backward, void scan(Scan *)) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t reach = reach_of(a), together = a->one_matrix ? 1 : a->last - a->first, inexact = 0;
     if (kind_of(a) == DENSE) together = a->dense->members;
     int64_t count = larger_of(1, smaller_of(together, TOGETHER)), bytes = (int64_t)sizeof(real);
     Scan w = {.a = a, .width = whole_vectors(a->states), .next_row = backward ? -a->x.step : a->x.step};
-    w.matrix = new_matrix(a, backward, &room);
-    w.pairs = take(&room, kind_of(a) == ARCS ? w.width * (int64_t)sizeof(Pair) : 0);
+    w.matrix = new_matrix(a, backward, &scratch);
+    w.pairs = take(&scratch, kind_of(a) == ARCS ? w.width * (int64_t)sizeof(Pair) : 0);
     w.counts.entries = backward ? entries_of(a, &w.matrix) : 0;
-    w.counts.recent = take(&room, w.counts.entries * LANES * bytes);
-    if (a->one_matrix) w.counts.total = take(&room, w.counts.entries * LANES * 8);
+    w.counts.recent = take(&scratch, w.counts.entries * LANES * bytes);
+    if (a->one_matrix) w.counts.total = take(&scratch, w.counts.entries * LANES * 8);
     Sequence sequences[TOGETHER], current[TOGETHER];
     for (int64_t f = 0; f < count; f++) {
-        Row message = take_row(&room, w.width + 2 * reach), sums = take_row(&room, w.width + LANES);
-        Row kept = take_row(&room, kind_of(a) == DENSE ? w.width : 0);
-        real *aligned = take(&room, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
-        sequences[f] = (Sequence){.message = row_from(message, reach), .sums = sums, .kept = kept, .aligned = aligned};
-        if (!a->room) continue;
-        clear_row(w.width + 2 * reach, message), clear_row(w.width, sums);
-        if (kind_of(a) == DENSE) clear_row(w.width, kept);
+        Row row = take_row(&scratch, w.width + 2 * reach), sums = take_row(&scratch, w.width + LANES);
+        Row forward = take_row(&scratch, kind_of(a) == DENSE ? w.width : 0);
+        real *aligned = take(&scratch, kind_of(a) == BANDS || kind_of(a) == DURATIONS ? 0 : w.width * bytes);
+        sequences[f] =
+            (Sequence){.message = row_from(row, reach), .sums = sums, .forward = forward, .aligned = aligned};
+        if (!a->scratch) continue;
+        clear_row(w.width + 2 * reach, row), clear_row(w.width, sums);
+        if (kind_of(a) == DENSE) clear_row(w.width, forward);
     }
-    if (!a->room) return room.bytes;
+    if (!a->scratch) return scratch.bytes;
     read_weights(&w), clear_counts(&w.counts), w.sequence = current;
     for (int64_t place = a->first; place < a->last; place += w.count) {
         const Place *first = a->places + place;

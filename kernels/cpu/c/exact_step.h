@@ -24,9 +24,9 @@ enum { BITS_OF_TERMS = 8 };
 typedef struct {
     const Place *place;
     Row message, sums;    /* S or T, with zeros on both sides as far as sums reach; U or B (width) */
-    Row kept;             /* S of a step, as it was kept; in scratch (width) of dense chains */
+    Row forward;          /* S of a step, as it was kept; in scratch (width) of dense chains */
     real *aligned;        /* the message, see align */
-    Factor factor;
+    RowProduct product;
     Counting counting;
     Sum shift;            /* what potentials were taken relative to; of dense chains log Z before */
     double taken, whole;  /* the exponent that the message lacks; that of Z */
@@ -34,7 +34,7 @@ typedef struct {
     real top;             /* the largest exponent of the message */
     double level;         /* how far below the largest state those are, at least, whose exponents were beyond EXACT */
     int has_nan, inexact; /* an operand is no number; exponents beyond EXACT matter */
-    int careful;          /* see emit */
+    int careful;          /* see emit_split */
     int idle, waits;      /* there is nothing to compute; steps until rows are aligned again */
 } Sequence;
 
@@ -44,22 +44,25 @@ typedef struct {
     int64_t next_row;       /* from a row of x to the one that is read next */
     int64_t count, steps;   /* of sequences; of the longest */
     int ordinary;           /* weights of sequences are: see flush.h */
-    Matrix matrix;
+    BlockMatrix matrix;
     Pair *pairs;            /* (width): scratch for arcs */
-    Counts counts;
+    EntryCounts counts;
     Sequence *sequence;
 } Scan;
 
-/* Exponents of the largest number of a new message, relative to that of the last, and of the largest emission; whether
-   a number is so small that its exponent is not exact. */
-typedef struct { real top, most; int low; } Emitted;
+/* What a new message shows. */
+typedef struct {
+    real top, most; /* exponents: of its largest number, relative to the last message; of the largest emission */
+    int low;        /* a number is so small that its exponent is not exact */
+    int needs_care; /* so is one, or an x is beyond NEAR or NaN: see emit_split */
+} Emission;
 
 INLINE const operand *x_row(const Exact *a, const Place *place, int64_t step) {
     if (kind_of(a) == DENSE) return x_at(a->dense, place->index, step);
     return at_step(a->x, step) + place->x;
 }
 INLINE int64_t row_at(const Exact *a, const Place *place, int64_t step) { return place->index * a->steps + step; }
-INLINE Row kept_row(const Scan *w, const Place *place, int64_t step) {
+INLINE Row forward_row(const Scan *w, const Place *place, int64_t step) {
     int64_t at = row_at(w->a, place, step) * w->width;
     return w->a->mantissas ? (Row){w->a->mantissas + at, w->a->exponents + at} : (Row){0, 0};
 }
@@ -68,29 +71,29 @@ INLINE int is_active(const Sequence *s, int64_t step) { return step < s->place->
 /* U from S into a step, or B from T out of it, of the sequences that have it. Rows are aligned unless many blocks of
    the last one needed exponents of their own. */
 static void sum_all(Scan *w, int64_t step) {
-    Matrix *m = &w->matrix;
-    Factor *factors[TOGETHER], *others[TOGETHER];
+    BlockMatrix *m = &w->matrix;
+    RowProduct *products[TOGETHER], *others[TOGETHER];
     int64_t count = 0, apart = 0;
     for (int64_t f = 0; f < w->count; f++) {
         Sequence *s = w->sequence + f;
         int counts = s->counting.counts && kind_of(w->a) != DENSE;
         if (!is_active(s, step)) continue;
-        s->factor = (Factor){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
+        s->product = (RowProduct){.row = s->message, .to = s->sums, .counting = counts ? &s->counting : 0};
         if (m->is_near && kind_of(w->a) != DURATIONS && s->waits-- <= 0)
-            s->factor.e = align(w->width, s->message, s->top, s->aligned), s->factor.aligned = s->aligned;
-        if (s->factor.aligned) factors[count++] = &s->factor;
-        else others[apart++] = &s->factor;
+            s->product.e = align(w->width, s->message, s->top, s->aligned), s->product.aligned = s->aligned;
+        if (s->product.aligned) products[count++] = &s->product;
+        else others[apart++] = &s->product;
     }
-    for (int64_t f = 0; f < apart; f++) factors[count++] = others[f];
+    for (int64_t f = 0; f < apart; f++) products[count++] = others[f];
     Mode mode = flush_to_zero(w->ordinary); /* of counts: operands and sums are normal */
-    if (kind_of(w->a) == DENSE) sum_dense(m, count, factors);
-    for (int64_t f = 0; f < count && kind_of(w->a) == BANDS; f++) sum_bands(m, factors[f]);
-    for (int64_t f = 0; f < count && kind_of(w->a) == DURATIONS; f++) sum_durations(m, factors[f]);
-    for (int64_t f = 0; f < count && kind_of(w->a) == ARCS; f++) sum_arcs(m, w->width, factors[f], w->pairs);
+    if (kind_of(w->a) == DENSE) sum_dense(m, count, products);
+    for (int64_t f = 0; f < count && kind_of(w->a) == BANDS; f++) sum_bands(m, products[f]);
+    for (int64_t f = 0; f < count && kind_of(w->a) == DURATIONS; f++) sum_durations(m, products[f]);
+    for (int64_t f = 0; f < count && kind_of(w->a) == ARCS; f++) sum_arcs(m, w->width, products[f], w->pairs);
     set_mode(mode);
     for (int64_t f = 0; f < w->count; f++) {
         Sequence *s = w->sequence + f;
-        if (is_active(s, step) && s->factor.aligned) s->waits = 4 * s->factor.failed > m->blocks ? PATIENCE : 0;
+        if (is_active(s, step) && s->product.aligned) s->waits = 4 * s->product.failed > m->blocks ? PATIENCE : 0;
     }
 }
 
@@ -106,10 +109,13 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
     return any(bad);
 }
 
-/* A message from sums and x - less. Returns the lanes with an x beyond NEAR, a NaN, or an exponent that is not exact,
-   which only a `careful` call takes right; it also finds the largest emission. */
-INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next_row, Row sums, Row message,
-                      Row kept, const operand *x, real before, real less, Emitted *found) {
+/* A message from sums and x - less, which is also written to `copy` if it is `copied`. Only a `careful` call determines
+   the largest emission. */
+INLINE Emission emit_split_by(const int careful, const int copied, const Scan *w, const Sequence *s, Row copy,
+                       const operand *x, real less) {
+    int64_t c = w->a->states, next_row = w->next_row;
+    Row sums = s->sums, message = s->message;
+    real before = s->top;
     wholes strange = {0}, low = {0};
     reals top = splat(-INFINITE), most = splat(-INFINITE);
     for (int64_t j = 0; j < c; j += LANES) {
@@ -120,21 +126,21 @@ INLINE wholes emit_by(const int careful, const int keep, int64_t c, int64_t next
         strange |= is_far(a) | (a != a), low |= (b.e < (real)-EXACT) & (b.e > -INFINITE), top = larger(b.e, top);
         if (careful) most = larger(where(a > -INFINITE, e.e, a), most);
         store_split(message, j, b);
-        if (keep) store_split(kept, j, b);
+        if (copied) store_split(copy, j, b);
     }
-    *found = (Emitted){largest(top), careful ? largest(most) : 0, any(low)};
-    return strange | low;
+    return (Emission){largest(top), careful ? largest(most) : 0, any(low), any(strange | low)};
 }
 
 /* The message of a step from its sums. Potentials beyond NEAR are taken relative to the largest, if that is beyond. A
    step that needs care is followed by others. */
-INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
+INLINE void emit_split(Scan *w, Sequence *s, int64_t step, Row copy) {
     const operand *x = x_row(w->a, s->place, step);
-    Emitted found;
-    int64_t c = w->a->states, next = w->next_row;
-    Row sums = s->sums, to = s->message;
-    if (!s->careful && kept.m) s->careful = any(emit_by(0, 1, c, next, sums, to, kept, x, s->top, 0, &found));
-    else if (!s->careful) s->careful = any(emit_by(0, 0, c, next, sums, to, kept, x, s->top, 0, &found));
+    int64_t c = w->a->states;
+    Emission emitted;
+    if (!s->careful) {
+        emitted = copy.m ? emit_split_by(0, 1, w, s, copy, x, 0) : emit_split_by(0, 0, w, s, copy, x, 0);
+        s->careful = emitted.needs_care;
+    }
     if (s->careful) {
         reals high = splat(-INFINITE);
         wholes numbers = {0};
@@ -145,14 +151,13 @@ INLINE void emit(Scan *w, Sequence *s, int64_t step, Row kept) {
         real less = largest(high);
         s->has_nan |= any(numbers);
         if (less < NEAR && (less > -NEAR || less == -INFINITE)) less = 0;
-        wholes strange = emit_by(1, kept.m != 0, c, next, sums, to, kept, x, s->top, less, &found);
+        emitted = emit_split_by(1, copy.m != 0, w, s, copy, x, less);
         add(&s->shift, (double)less);
-        s->level += (double)found.most + (double)w->matrix.top + BITS_OF_TERMS;
-        s->careful = any(strange) || s->level > -__builtin_inf();
+        s->level += (double)emitted.most + (double)w->matrix.top + BITS_OF_TERMS;
+        s->careful = emitted.needs_care || s->level > -__builtin_inf();
     }
-    s->taken += (double)s->top, s->top = found.top > -INFINITE ? found.top : 0, s->level -= (double)s->top;
-    if (found.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
-    s->careful |= found.low;
+    s->taken += (double)s->top, s->top = emitted.top > -INFINITE ? emitted.top : 0, s->level -= (double)s->top;
+    if (emitted.low && s->level < -EXACT - (double)s->top) s->level = -EXACT - (double)s->top;
     s->inexact |= s->level > -BITS || s->top > (real)EXACT;
 }
 
@@ -161,7 +166,7 @@ static real top_of_products(const Scan *w, const Sequence *s) {
     reals top = splat(-INFINITE);
     for (int64_t j = 0; j < w->width; j += LANES) {
         Split b = load_split(s->sums, j);
-        top = larger(settled(b.m, b.e).e + load(s->kept.e + j), top);
+        top = larger(settled(b.m, b.e).e + load(s->forward.e + j), top);
     }
     return largest(top) > -INFINITE ? largest(top) : 0;
 }
@@ -169,12 +174,12 @@ static real top_of_products(const Scan *w, const Sequence *s) {
 /* Posteriors of a step from S and the sums B; returns the sum of S B over 2^whole. */
 static double write_posteriors(const Scan *w, const Sequence *s, operand *out) {
     reals total_of = {0};
-    Row kept = s->kept, sums = s->sums;
+    Row messages = s->forward, sums = s->sums;
     real shift = s->counting.shift, share = s->counting.share;
     int64_t c = w->a->states, width = w->width;
     for (int64_t j = 0; j < c; j += LANES) {
-        Split forward = load_split(kept, j), b = load_split(sums, j);
-        __builtin_prefetch(kept.m + j - width), __builtin_prefetch(kept.e + j - width);
+        Split forward = load_split(messages, j), b = load_split(sums, j);
+        __builtin_prefetch(messages.m + j - width), __builtin_prefetch(messages.e + j - width);
         b = settled(b.m, b.e);
         reals both = forward.m * b.m * bounded_power((forward.e + b.e) + shift);
         total_of += both;
@@ -240,7 +245,7 @@ static void write_shares(const Scan *w, const Sequence *s, operand *out) {
 /* A message that leaves: logarithms of a row over 2^base, less `less`. */
 static void write_leaving_logs(const Scan *w, const Sequence *s, Row row, real base, double less) {
     int64_t c = w->a->states;
-    double *out = w->a->dense->around.leaving + s->place->index * c;
+    double *out = w->a->dense->boundary.leaving + s->place->index * c;
     for (int64_t j = 0; j < c; j += LANES) {
         reals logs = logarithms_of_split(load_split(row, j), base);
         UNROLL for (int l = 0; l < LANES; l++) if (j + l < c) out[j + l] = (double)logs[l] - less;
@@ -263,7 +268,7 @@ static void finish_dense(const Scan *w, const Sequence *s, double sum, Sum log_n
     int64_t q = s->place->index;
     write_log_norm(a, q, log_norm);
     double log_sum = s->has_nan ? log_norm.sum : sum == 0 ? 0 : logarithm(sum);
-    if (a->around.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
+    if (a->boundary.leaving) write_leaving_logs(w, s, s->message, s->top, log_sum);
     for (int64_t step = s->place->steps; step < a->steps && a->messages.data && !a->packed; step++)
         clear(a->states, message_at(a, q, step));
 }
@@ -276,8 +281,8 @@ static void lower_raised(const Scan *w, const Sequence *s, int64_t step) {
     for (int64_t j = 0; j < c; j++) top = (real)x[j] > top ? (real)x[j] : top;
     for (int64_t j = 0; j < c; j += LANES) {
         reals below = read_some(x + j, 1, c - j, top) - top - LOG_DEEPEST;
-        Split factor = exponential_split(smaller(below, splat(0)), 1), kept = load_split(s->kept, j);
-        store_split(s->kept, j, settled(kept.m * factor.m, kept.e + factor.e));
+        Split factor = exponential_split(smaller(below, splat(0)), 1), kept = load_split(s->forward, j);
+        store_split(s->forward, j, settled(kept.m * factor.m, kept.e + factor.e));
     }
 }
 
@@ -285,19 +290,19 @@ static void lower_raised(const Scan *w, const Sequence *s, int64_t step) {
 static void begin_dense(const Scan *w, Sequence *s, int64_t step) {
     const Chain *a = w->a->dense;
     int64_t q = s->place->index;
-    int logs = a->lossy[q] & 1, last = step + 1 == s->place->steps;
+    int logs = a->flagged[q] & 1, last = step + 1 == s->place->steps;
     if (step + 1 > a->uncounted[q]) s->counting.counts = 0;
     for (int64_t j = 0; j < a->states; j += LANES) {
         reals kept = read_some(message_at(a, q, step) + j, 1, a->states - j, logs ? -INFINITE : 0);
-        store_split(s->kept, j, weight_split(kept, logs));
+        store_split(s->forward, j, weight_split(kept, logs));
     }
-    if (a->around.following && last && !logs) lower_raised(w, s, step);
+    if (a->boundary.following && last && !logs) lower_raised(w, s, step);
 }
 
 /* B at a last step: ones, or the exponentials of `following` less its largest. */
-static void last_row(const Scan *w, Sequence *s) {
+static void last_split_row(const Scan *w, Sequence *s) {
     int64_t c = w->a->states;
-    const double *following = kind_of(w->a) == DENSE ? w->a->dense->around.following : 0;
+    const double *following = kind_of(w->a) == DENSE ? w->a->dense->boundary.following : 0;
     if (following) following += s->place->index * c;
     double top = following ? largest_log(c, following) : 0;
     for (int64_t j = 0; j < c; j += LANES) {
@@ -311,6 +316,7 @@ static void last_row(const Scan *w, Sequence *s) {
 /* Posteriors and counts of a step. */
 static void end_dense(const Scan *w, Sequence *s, int64_t step, operand *out) {
     find_posteriors(w, s, out);
-    if (s->counting.counts && s->sum > 0) s->counting.kept = s->kept, count_dense(&w->matrix, &s->factor, &s->counting);
+    s->counting.forward = s->forward;
+    if (s->counting.counts && s->sum > 0) count_dense(&w->matrix, &s->product, &s->counting);
     if (step == 0 && leaving_backward(w->a->dense)) write_leaving_logs(w, s, s->sums, top_of_row(w->width, s->sums), 0);
 }

@@ -40,12 +40,12 @@ INLINE reals emissions(reals row, real *shift, int *raised) {
 enum { SUMS = BYTES > 64 ? 2 : 4 };
 INLINE reals times(int64_t rows, int64_t c, reals a, const real *entries, int64_t row) {
     reals sum[SUMS] = {0};
-    real each[LANES] __attribute__((aligned(64)));
-    store(each, a);
-    if (BYTES >= 64) __asm__("" : "+m"(each)); /* reloading an entry beats a lane shuffle */
+    real scalars[LANES] __attribute__((aligned(64)));
+    store(scalars, a);
+    if (BYTES >= 64) __asm__("" : "+m"(scalars)); /* reloading an entry beats a lane shuffle */
     UNROLL for (int k = 0; k < LANES; k++) {
         if (k >= rows) break;
-        sum[k < c / SUMS * SUMS ? k % SUMS : 0] += each[k] * load(entries + k * row);
+        sum[k < c / SUMS * SUMS ? k % SUMS : 0] += scalars[k] * load(entries + k * row);
     }
     return SUMS == 2 ? sum[0] + sum[1] : (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }

@@ -5,7 +5,7 @@
        dA = (G B^T) A      dB = (A^T G) B      G = w / S
 
    A and B are 0 only where a and b are -inf; smaller values are raised to 2^-DEEPEST, see scale.h. An S below `least`
-   may have lost terms, or gained by raised ones. Unless no path leads there, which the product of A > 0 and B > 0
+   may lack terms, or be too large by raised ones. Unless no path leads there, which the product of A > 0 and B > 0
    tells, it is recomputed as a log-sum-exp of doubles, and so are its gradients.
 
    A thread has the rows from `first` to before `last` of all sets. It holds B of one set, and AT_ONCE rows at a time.
@@ -30,7 +30,7 @@ typedef struct {
     Strided out, weight;     /* (sets, rows, columns): c, w */
     Strided grad_a, grad_b;  /* of a and b */
     double *part_b;          /* (depth, columns) in place of grad_b, where several threads have rows of one set */
-    char *room;
+    char *scratch;
 } Operands;
 
 /* Rows are whole vectors: `deep` for k, `wide` for j. In the columns that fill the last vector, B is 1 and G is 0; in
@@ -145,7 +145,7 @@ static Terms terms_of(const Matmul *w, int64_t row, const real *a, const real *b
 }
 
 /* c of a block. */
-static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, int64_t rows, int lossy, real *out) {
+static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, int64_t rows, int flagged, real *out) {
     const Operands *p = w->p;
     for (int64_t i = 0; i < rows; i++) {
         doubles row_top = splat_wide((double)w->row_top[i]);
@@ -153,8 +153,8 @@ static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, in
             doubles column_top = read_wide(w->column_top + j, 1, WIDE, 0), tops = row_top + column_top;
             doubles logs = logarithm_of(read_wide(w->sums + i * w->wide + j, 1, WIDE, 0), 0);
             logs += rounding_errors(row_top, column_top, tops), logs += tops;
-            longs again = lossy ? is_recomputed(w, i * w->wide + j) : (longs){0};
-            if (lossy && any_wide(again)) {
+            longs again = flagged ? is_recomputed(w, i * w->wide + j) : (longs){0};
+            if (flagged && any_wide(again)) {
                 Terms t = terms_of(w, i, a, b, j);
                 logs = choose(again, logarithm_of(t.sum, 0) + t.top, logs);
                 UNROLL for (int l = 0; l < WIDE; l++) w->recomputed += j + l < p->columns && again[l];
@@ -215,8 +215,8 @@ static void add_recomputed(Matmul *w, const real *a, const real *b, const real *
 }
 
 /* Gradients of a block: of its rows of a, and what it adds to those of b. */
-static void write_block_gradients(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows, int lossy,
-                                  real *grad_a) {
+static void write_block_gradients(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows,
+                                  int flagged, real *grad_a) {
     const Operands *p = w->p;
     int64_t deep = w->deep, wide = w->wide;
     divide(w, weight, rows);
@@ -232,7 +232,7 @@ static void write_block_gradients(Matmul *w, const real *a, const real *b, const
         multiply((Product){rows, p->columns, deep, w->quotients, wide, 1, w->transposed, deep, w->part, deep});
         for (int64_t k = 0; k < rows * deep; k += LANES) store(w->part + k, load(w->part + k) * load(w->a + k));
     }
-    if (lossy) add_recomputed(w, a, b, weight, rows);
+    if (flagged) add_recomputed(w, a, b, weight, rows);
     for (int64_t i = 0; i < rows && grad_a; i++) {
         for (int64_t k = i * deep; k < (i + 1) * deep; k += LANES) store(w->part + k, load(w->part + k) * w->scale);
         write_row(p->depth, w->part + i * deep, p->grad_a.column, grad_a + i * p->grad_a.row);
@@ -259,7 +259,7 @@ static void clear_wide(int64_t count, double *to) {
 }
 
 /* The rows from `row` to before `stop` of a set. */
-static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
+static void compute_rows(Matmul *w, int64_t row, int64_t stop) {
     const Operands *p = w->p;
     const real *b = strided_row(&p->b, w->set, 0);
     int ordinary = 1;
@@ -268,14 +268,14 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
     for (int64_t rows; row < stop; row += rows) {
         rows = stop - row < AT_ONCE ? stop - row : AT_ONCE;
         const real *a = strided_row(&p->a, w->set, row);
-        int lossy = find_sums(w, a, b, rows);
+        int flagged = find_sums(w, a, b, rows);
         if (p->out.data) {
-            write_logarithms_of_sums(w, a, b, rows, lossy, strided_row(&p->out, w->set, row));
+            write_logarithms_of_sums(w, a, b, rows, flagged, strided_row(&p->out, w->set, row));
             continue;
         }
         const real *weight = strided_row(&p->weight, w->set, row);
         real *grad_a = p->grad_a.data ? strided_row(&p->grad_a, w->set, row) : 0;
-        write_block_gradients(w, a, b, weight, rows, lossy, grad_a);
+        write_block_gradients(w, a, b, weight, rows, flagged, grad_a);
         ordinary &= w->ordinary;
     }
     if (!w->sum_b) return;
@@ -286,25 +286,26 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
 
 /* Products or gradients; how many entries of `out` were recomputed. */
 EXPORT int64_t EXPORTED(logchain_matmul)(const Operands *p) {
-    Room room = {.begin = p->room};
+    Scratch scratch = {.begin = p->scratch};
     int64_t deep = padded(p->depth), wide = padded(p->columns);
     Matmul w = {.p = p, .deep = deep, .wide = wide, .least = (real)p->depth * LEAST_TERM};
-    w.a = take_reals(&room, AT_ONCE * deep), w.b = take_reals(&room, deep * wide);
-    w.row_top = take_reals(&room, AT_ONCE), w.column_top = take_reals(&room, wide), w.row = take_reals(&room, wide);
-    w.sums = take_reals(&room, AT_ONCE * wide), w.paths = take_reals(&room, AT_ONCE * wide);
-    w.positive_a = take_reals(&room, AT_ONCE * deep), w.positive_b = take_reals(&room, deep * wide);
-    if (!p->out.data) w.quotients = take_reals(&room, AT_ONCE * wide), w.part = take_reals(&room, AT_ONCE * deep);
-    if (p->grad_a.data) w.transposed = take_reals(&room, deep * wide);
+    w.a = take_reals(&scratch, AT_ONCE * deep), w.b = take_reals(&scratch, deep * wide);
+    w.row_top = take_reals(&scratch, AT_ONCE), w.column_top = take_reals(&scratch, wide);
+    w.row = take_reals(&scratch, wide);
+    w.sums = take_reals(&scratch, AT_ONCE * wide), w.paths = take_reals(&scratch, AT_ONCE * wide);
+    w.positive_a = take_reals(&scratch, AT_ONCE * deep), w.positive_b = take_reals(&scratch, deep * wide);
+    if (!p->out.data) w.quotients = take_reals(&scratch, AT_ONCE * wide), w.part = take_reals(&scratch, AT_ONCE * deep);
+    if (p->grad_a.data) w.transposed = take_reals(&scratch, deep * wide);
     if (p->grad_b.data || p->part_b) {
-        w.block_b = take_reals(&room, deep * wide);
-        w.sum_b = take(&room, deep * wide * 8), w.recomputed_b = take(&room, deep * wide * 8);
+        w.block_b = take_reals(&scratch, deep * wide);
+        w.sum_b = take(&scratch, deep * wide * 8), w.recomputed_b = take(&scratch, deep * wide * 8);
     }
-    if (!p->room) return room.bytes;
+    if (!p->scratch) return scratch.bytes;
     clear((deep - p->depth) * wide, w.b + p->depth * wide);
     for (int64_t row = p->first; row < p->last;) {
         int64_t begin = row % p->rows, left = p->last - row, stop = begin + left < p->rows ? begin + left : p->rows;
         w.set = row / p->rows;
-        walk_rows(&w, begin, stop);
+        compute_rows(&w, begin, stop);
         row += stop - begin;
     }
     return w.recomputed;

@@ -97,7 +97,7 @@ INLINE void all_tiles(const int best, const int adds, Product p) {
 /* Rows of b per copy: VECTORS columns of them stay in the first-level cache while all rows use them. */
 enum { DEEP = BYTES * 4 };
 
-/* Whether copying pays: rows of b are in different memory pages, and enough rows of a use each copy. */
+/* Whether copies are worth their time: rows of b are in different memory pages, and enough rows of a use each copy. */
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
 /* All tiles, from copies of columns. A single last vector overlaps columns that are accumulated over parts of the
@@ -148,7 +148,7 @@ INLINE naturals larger_words(naturals a, naturals b) {
 INLINE void row_tile(const int best, const int seen, const int vectors, int64_t depth, const real *a, const real *b,
                      int64_t b_row, real *out, int64_t end, naturals *bits) {
     enum { APART = BYTES < 64 ? 1 : 4 };
-    naturals each[APART] = {0};
+    naturals highest[APART] = {0};
     reals sum[4][4];
     int64_t d = 0;
     UNROLL for (int part = 0; part < 4; part++) UNROLL for (int k = 0; k < vectors; k++) sum[part][k] = nothing(best);
@@ -156,16 +156,16 @@ INLINE void row_tile(const int best, const int seen, const int vectors, int64_t 
         UNROLL for (int part = 0; part < 4; part++)
             UNROLL for (int k = 0; k < vectors; k++) {
                 reals entry = load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end));
-                if (seen) each[part % APART] = larger_words(each[part % APART], (naturals)entry);
+                if (seen) highest[part % APART] = larger_words(highest[part % APART], (naturals)entry);
                 sum[part][k] = with_term(best, sum[part][k], splat(a[d + part]), entry);
             }
     for (; d < depth; d++)
         UNROLL for (int k = 0; k < vectors; k++) {
             reals entry = load(b + d * b_row + (k + 1 < vectors ? k * LANES : end));
-            if (seen) each[0] = larger_words(each[0], (naturals)entry);
+            if (seen) highest[0] = larger_words(highest[0], (naturals)entry);
             sum[0][k] = with_term(best, sum[0][k], splat(a[d]), entry);
         }
-    UNROLL for (int part = 0; part < APART && seen; part++) *bits = larger_words(*bits, each[part]);
+    UNROLL for (int part = 0; part < APART && seen; part++) *bits = larger_words(*bits, highest[part]);
     UNROLL for (int k = 0; k < vectors; k++)
         store(out + (k + 1 < vectors ? k * LANES : end),
               joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));

@@ -4,9 +4,9 @@
 
    A number -1 - z at a last step means that it is in state z. A number u from [0, 1) draws the first state whose
    cumulative weight reaches (1 - u) times the total, never one of weight 0. The weights for a next state z_i, a column,
-   are computed when the first draw needs them. The kept messages of `lossy` sequences are logarithms, and so are their
+   are computed when the first draw needs them. The kept messages of flagged sequences are logarithms, and so are their
    columns. Linear columns are scaled to entries near 1: products with messages do not overflow, and forward.h has
-   marked as lossy all sequences where underflow or raised entries would matter. */
+   flagged all sequences where underflow or raised entries would matter. */
 #pragma once
 #include "viterbi.h"
 
@@ -19,20 +19,20 @@ typedef struct {
     real *matrix[2];            /* linear, logarithms: (c, width), all columns of one matrix; or (1, width), a column */
     real *message, *weights;    /* (width): of a step; (columns, width) */
     double *sums;               /* (columns, blocks): cumulative weight at the end of each vector */
-    int64_t *slots, *made;      /* (c): column of a state z_i; the step that it belongs to */
+    int64_t *slots, *slot_steps;      /* (c): column of a state z_i; the step that it belongs to */
 } Sampler;
 
 /* The transitions into a state: linear, divided by a power of two, or logarithms. */
 static void read_column(const Sampler *s, int64_t step, int64_t state, int as_logarithms, real *out) {
     const Chain *a = s->a;
     const real *from = matrix_at(&a->bulk, s->set, step) + state * a->bulk.to;
-    int given = a->logarithms != 0;
-    read_row(a->states, s->width, from, a->bulk.from, given ? -INFINITE : 0, out);
+    int are_logs = a->logarithms != 0;
+    read_row(a->states, s->width, from, a->bulk.from, are_logs ? -INFINITE : 0, out);
     real top = top_of(out, s->width), factor = factor_to_one(top);
     for (int64_t k = 0; k < s->width; k += LANES) {
         reals entry = load(out + k);
-        if (!as_logarithms) entry = given ? exponential(entry - top, NO_TAIL) : entry * factor;
-        else if (!given) entry = logarithms(entry);
+        if (!as_logarithms) entry = are_logs ? exponential(entry - top, NO_TAIL) : entry * factor;
+        else if (!are_logs) entry = logarithms(entry);
         store(out + k, entry);
     }
 }
@@ -90,8 +90,8 @@ INLINE int64_t drawn_state(const Sampler *s, int64_t slot, double u) {
 /* The draws from `first` to before `stop` of a sequence. */
 static void draw_paths(Sampler *s, int64_t q, int64_t first, int64_t stop) {
     const Chain *a = s->a;
-    int possible = a->log_norm[q] > -__builtin_inf() && a->log_norm[q] < __builtin_inf(), logs = a->lossy[q] != 0;
-    for (int64_t z = 0; z < a->states; z++) s->made[z] = -1;
+    int possible = a->log_norm[q] > -__builtin_inf() && a->log_norm[q] < __builtin_inf(), logs = a->flagged[q] != 0;
+    for (int64_t z = 0; z < a->states; z++) s->slot_steps[z] = -1;
     for (int64_t d = first; d < stop; d++) end_path(a, q, possible, path_of(a, q, d));
     for (int64_t last = steps_of(a, q) - 1, step = last; step >= 0 && possible; step--) {
         int64_t count = 0, *at = path_of(a, q, first) + step;
@@ -104,8 +104,8 @@ static void draw_paths(Sampler *s, int64_t q, int64_t first, int64_t stop) {
                 *at = (int64_t)(-1 - u);
                 continue;
             }
-            if (s->made[state] != step) {
-                s->made[state] = step, s->slots[state] = count++;
+            if (s->slot_steps[state] != step) {
+                s->slot_steps[state] = step, s->slots[state] = count++;
                 make_column(s, logs, step < last ? column_into(s, step + 1, state, logs) : 0, s->slots[state]);
             }
             *at = drawn_state(s, s->slots[state], u);
@@ -117,12 +117,12 @@ static void draw_paths(Sampler *s, int64_t q, int64_t first, int64_t stop) {
 EXPORT int64_t EXPORTED(logchain_sample)(const Chain *a) {
     int64_t c = a->states, draws = a->paths.ranks, blocks = (draws + DRAWS - 1) / DRAWS, matrix = a->one_matrix ? c : 1;
     int64_t columns = smaller_of(smaller_of(draws, DRAWS), c);
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     Sampler s = {.a = a, .width = padded(c), .blocks = vectors_of(c), .transposed_set = {-1, -1}};
-    s.matrix[0] = take_reals(&room, matrix * s.width), s.matrix[1] = take_reals(&room, matrix * s.width);
-    s.weights = take_reals(&room, columns * s.width), s.sums = take(&room, columns * s.blocks * 8);
-    s.message = take_reals(&room, s.width), s.slots = take(&room, c * 8), s.made = take(&room, c * 8);
-    if (!a->room) return room.bytes;
+    s.matrix[0] = take_reals(&scratch, matrix * s.width), s.matrix[1] = take_reals(&scratch, matrix * s.width);
+    s.weights = take_reals(&scratch, columns * s.width), s.sums = take(&scratch, columns * s.blocks * 8);
+    s.message = take_reals(&scratch, s.width), s.slots = take(&scratch, c * 8), s.slot_steps = take(&scratch, c * 8);
+    if (!a->scratch) return scratch.bytes;
     for (int64_t place = a->first; place < a->last; place++) {
         int64_t q = place / blocks, first = place % blocks * DRAWS;
         s.set = q / a->members;

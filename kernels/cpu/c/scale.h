@@ -39,7 +39,7 @@ INLINE int64_t exponent_of(whole bits) {
     return exponent > 0 && exponent < 2 * BIAS + 1 ? exponent - (BIAS - 1) : TOP;
 }
 
-/* A power of two that takes a row's largest weight to near 1. */
+/* A power of two times which a row's largest weight is near 1. */
 INLINE real factor_to_one(real top) {
     if (!(top < INFINITE)) return 1;
     return power_of_two(top < power_of_two(1 - BIAS) ? BIAS - 1 : 2 - exponent_of(bits_of(top)));

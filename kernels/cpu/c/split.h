@@ -13,18 +13,18 @@ typedef struct { reals m, e; } Split;
 typedef struct { real *m, *e; } Row; /* split numbers, whole vectors */
 
 /* Sums of products with linear weights between 2^-SMALL and 2^LARGE are exact where they are 1 at least, if the largest
-   term of a row is near 2^HIGHEST. Sums are multiplied by 2^LIFT, and what they are counted with by 2^OWN_LIFT: the
+   term of a row is near 2^HIGHEST. Sums are multiplied by 2^LIFT, and what they are counted with by 2^COUNT_LIFT: the
    count of a tiny weight, by which it is divided in the end, is then a normal number. */
 #if BITS == 32
 #define NEAR ((real)(1 << 18)) /* rounding x log2 e errs by less than 1/20 for |x| below it */
 #define EXACT 0x1p24f
 #define HUGE 0x1p100f
-enum { LIFT = 60, OWN_LIFT = 30, HIGHEST = 100, SMALL = 100, LARGE = 4 };
+enum { LIFT = 60, COUNT_LIFT = 30, HIGHEST = 100, SMALL = 100, LARGE = 4 };
 #else
 #define NEAR ((real)(1 << 20))
 #define EXACT 0x1p53
 #define HUGE 0x1p900
-enum { LIFT = 500, OWN_LIFT = 400, HIGHEST = 900, SMALL = 1000, LARGE = 64 };
+enum { LIFT = 500, COUNT_LIFT = 400, HIGHEST = 900, SMALL = 1000, LARGE = 64 };
 #endif
 #define LN2 0.69314718055994531
 

@@ -1,10 +1,10 @@
-/* One step of a row: sums U become the next scaled message S, and the test whether underflow can have lost a path.
+/* One step of a row: sums U become the next scaled message S, and the test whether underflow can have removed a path.
 
        U_i = S_{i-1} P_i      S_i = U_i E_i 2^(TOP - k)      E_i = exp(x_i - max x_i), and max U_i is in [1/2, 1) 2^k
 
    E is 0 only where x is -inf; smaller values are raised to 2^-DEEPEST. Hence S is 0 or at least TRUSTED 2^-DEEPEST /
    c, and U is exactly 0 only where no path leads, provided that no product S P underflows. A raised emission adds at
-   most 2^(TOP - DEEPEST) max P to a sum, which does not change sums above TRUSTED max P. A row is lossy, and its
+   most 2^(TOP - DEEPEST) max P to a sum, which does not change sums above TRUSTED max P. A row is flagged, and its
    sequence is recomputed exactly by exact.h, if it has a positive sum below that limit, or a sum of 0 while the matrix
    has a positive entry below least_safe_entry(). */
 #pragma once
@@ -15,8 +15,8 @@
 
 /* The least matrix entry whose product with any S is not 0; larger where the caller's mode flushes denormal numbers. */
 INLINE real least_safe_entry(void) {
-    int lost = mode_now() & ANY_FLUSH ? 0 : FRACTION;
-    return power_of_two(1 - BIAS - lost + 2 * DEEPEST - TOP - GUARD + 11);
+    int denormal_bits = mode_now() & ANY_FLUSH ? 0 : FRACTION;
+    return power_of_two(1 - BIAS - denormal_bits + 2 * DEEPEST - TOP - GUARD + 11);
 }
 
 /* exp(x - most) corrected for the rounding of that difference, for matrices of logarithms. */
@@ -56,7 +56,7 @@ typedef struct {
     double shift;
     int has_high, has_low; /* are known: */
     real high, low;        /* the largest entry, and the least positive one */
-    real *room;            /* (width, width): scratch for a copy */
+    real *copy;            /* (width, width): scratch */
 } Matrix;
 
 static void find_high(Matrix *a) {
@@ -85,10 +85,10 @@ static void find_low(Matrix *a) {
     a->low = bits >= (natural)bits_of(INFINITE) ? INFINITE : real_of((whole)bits + 1), a->has_low = 1;
 }
 
-/* Whether the largest entry, which is known, is far from 1, and that has not been mended yet. */
+/* Whether the largest entry, which is known, is far from 1 in a matrix that has not been divided yet. */
 INLINE int needs_rescaling(const Matrix *a) { return is_far_from_one(a->high) && !a->exponent; }
 
-/* Divides a matrix that needs it by a power of two near its largest entry; whether it did. */
+/* Divides a matrix that needs it by a power of two near its largest entry; returns whether it did. */
 static int rescale(Matrix *a) {
     find_high(a);
     if (!needs_rescaling(a)) return 0;
@@ -99,9 +99,9 @@ static int rescale(Matrix *a) {
     for (int64_t i = 0; i < a->c; i++)
         for (int64_t j = 0; j < a->width; j += LANES) {
             reals entry = read_some(a->entries + i * a->row + j, 1, a->width - j, 0);
-            write_some(a->room + i * a->width + j, entry * first * second, a->width - j);
+            write_some(a->copy + i * a->width + j, entry * first * second, a->width - j);
         }
-    a->entries = a->room, a->row = a->width, a->exponent = k, a->has_high = a->has_low = 0;
+    a->entries = a->copy, a->row = a->width, a->exponent = k, a->has_high = a->has_low = 0;
     find_high(a), find_low(a);
     if (low == 0) a->low = 0; /* a positive entry has become 0 */
     return 1;
@@ -116,18 +116,18 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
         out->entries = from, out->row = a->bulk.from;
         return;
     }
-    out->entries = out->room, out->row = out->width;
+    out->entries = out->copy, out->row = out->width;
     real fill = a->logarithms ? -INFINITE : 0;
-    if (out->width == c && a->bulk.from == 1) transpose(c, from, a->bulk.to, out->room, c);
+    if (out->width == c && a->bulk.from == 1) transpose(c, from, a->bulk.to, out->copy, c);
     else for (int64_t k = 0; k < c; k++)
-        read_row(c, out->width, from + k * a->bulk.from, a->bulk.to, fill, out->room + k * out->width);
+        read_row(c, out->width, from + k * a->bulk.from, a->bulk.to, fill, out->copy + k * out->width);
     if (!a->logarithms) return;
     real most = -INFINITE;
-    for (int64_t k = 0; k < c; k++) most = largest_in(out->width, out->room + k * out->width, most);
+    for (int64_t k = 0; k < c; k++) most = largest_in(out->width, out->copy + k * out->width, most);
     if (most == -INFINITE) most = 0;
     out->shift = most;
     for (int64_t k = 0; k < c; k++) {
-        real *row = out->room + k * out->width;
+        real *row = out->copy + k * out->width;
         for (int64_t j = 0, left = out->width; left > 0; j += LANES, left -= LANES)
             write_some(row + j, exponential_of_difference(read_some(row + j, 1, left, 0), most), left);
     }
@@ -139,7 +139,7 @@ INLINE real top_of(const real *a, int64_t count) {
     return top == -INFINITE ? 0 : top;
 }
 
-/* 2^(TOP - k), clamped to the range of `real`: rows beyond are lossy anyway. */
+/* 2^(TOP - k), clamped to the range of `real`: rows beyond are flagged anyway. */
 INLINE real scale_to_top(int64_t k) {
     int64_t power = TOP - k;
     return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
@@ -172,14 +172,14 @@ INLINE Range range_of(int64_t width, const real *sums) {
     return (Range){highest(tall), any(small)};
 }
 
-/* Whether a row of sums has to be tested by is_lossy. `raised`: the message before has a raised emission. */
+/* Whether a row of sums has to be tested by is_inexact. `raised`: the message before has a raised emission. */
 INLINE int needs_check(int raised, Range sums) {
     return raised || sums.small || sums.most >= bits_of(INFINITE);
 }
 
-/* Whether a row of c sums is lossy. The sums have been multiplied by the power of two `scale`; `most`: bits of the
-   largest before that. The matrix's largest entry is known, its least is looked for where a sum is 0. */
-static int is_lossy(int64_t c, const real *sums, real scale, whole most, Matrix *matrix) {
+/* Whether underflow can have changed a row of c sums, which have been multiplied by the power of two `scale`. `most`:
+   bits of the largest before that. The matrix's largest entry is known; its least is determined where a sum is 0. */
+static int is_inexact(int64_t c, const real *sums, real scale, whole most, Matrix *matrix) {
     if (most >= bits_of(INFINITE) || most < 0) return 1;
     if (most != 0 && most < bits_of(power_of_two(1 - BIAS))) return 1;
     real limit = least_unchanged(matrix->high);
@@ -197,11 +197,11 @@ static int is_lossy(int64_t c, const real *sums, real scale, whole most, Matrix 
 }
 
 /* Initial weights p0 as a linear row of sums, the largest near 2^TOP: the weights are 2^exponent e^shift times the row.
-   Whether one may be lost by underflow. */
+   Returns whether one may underflow. */
 static int start_row(int64_t c, int64_t width, const real *from, int64_t step, int logarithms, real *row,
                      int64_t *exponent, double *shift) {
     real zero = logarithms ? -INFINITE : 0, high;
-    wholes lossy = {0};
+    wholes small = {0};
     read_row(c, width, from, step, zero, row);
     high = largest_in(width, row, zero), high = high == -INFINITE ? 0 : high;
     *shift = logarithms ? high : 0, *exponent = (logarithms ? 1 : exponent_above(high)) - TOP;
@@ -209,8 +209,8 @@ static int start_row(int64_t c, int64_t width, const real *from, int64_t step, i
     for (int64_t left = width; left > 0; row += LANES, left -= LANES) {
         reals p = read_some(row, 1, left, zero), u = p * (real)scale.first * (real)scale.second;
         if (logarithms) u = exponential_of_difference(p, high) * power_of_two(TOP - 1);
-        lossy |= (p != zero) & ~((u >= TRUSTED) & (u < INFINITE));
+        small |= (p != zero) & ~((u >= TRUSTED) & (u < INFINITE));
         write_some(row, u, left);
     }
-    return any(lossy);
+    return any(small);
 }

@@ -9,38 +9,38 @@
 
 typedef int32_t Indices __attribute__((vector_size(LANES * 4)));
 
-typedef struct { reals value; wholes from; } Best;
+typedef struct { reals value; wholes from; } Choice;
 
-INLINE Best better_of(Best a, Best b) {
+INLINE Choice better_of(Choice a, Choice b) {
     wholes better = (b.value > a.value) | ((b.value == a.value) & (b.from < a.from));
-    return (Best){where(better, b.value, a.value), (b.from & better) | (a.from & ~better)};
+    return (Choice){where(better, b.value, a.value), (b.from & better) | (a.from & ~better)};
 }
 
 /* What leads into the states of all blocks: the largest b + log P, and from where that comes. */
-static void best_bands(const Matrix *m, const real *from, real *to, int32_t *before) {
+static void best_bands(const BlockMatrix *m, const real *from, real *to, int32_t *before) {
     for (int64_t block = 0; block < m->blocks; block++) {
-        Best best = {splat(-INFINITE), {0}};
+        Choice best = {splat(-INFINITE), {0}};
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             int64_t k = block * LANES + m->shift[entry - m->start[block]];
             reals term = load(from + k) + load(m->entries.m + entry * LANES);
-            best = better_of(best, (Best){term, lane_numbers() + (whole)k});
+            best = better_of(best, (Choice){term, lane_numbers() + (whole)k});
         }
-        Indices found = __builtin_convertvector(best.from, Indices);
-        store(to + block * LANES, best.value), __builtin_memcpy(before + block * LANES, &found, sizeof found);
+        Indices sources = __builtin_convertvector(best.from, Indices);
+        store(to + block * LANES, best.value), __builtin_memcpy(before + block * LANES, &sources, sizeof sources);
     }
 }
 
-static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to, int32_t *before) {
+static void best_arcs(const BlockMatrix *m, int64_t width, const real *from, real *to, int32_t *before) {
     const Slices *s = m->slices;
     for (int64_t j = 0; j < width; j++) to[j] = -INFINITE, before[j] = 0;
     for (int64_t block = 0; block < m->blocks; block++) {
-        Best best = {splat(-INFINITE), {0}};
+        Choice best = {splat(-INFINITE), {0}};
         for (int64_t entry = m->start[block]; entry < m->start[block + 1]; entry++) {
             const int32_t *other = s->other + entry * LANES;
-            Indices found;
-            __builtin_memcpy(&found, other, sizeof found);
+            Indices sources;
+            __builtin_memcpy(&sources, other, sizeof sources);
             reals term = gather_reals(from, other) + load(m->entries.m + entry * LANES);
-            best = better_of(best, (Best){term, __builtin_convertvector(found, wholes)});
+            best = better_of(best, (Choice){term, __builtin_convertvector(sources, wholes)});
         }
         for (int l = 0; l < LANES; l++) { /* a state may have several rows */
             int64_t j = s->state[block * LANES + l];
@@ -52,28 +52,28 @@ static void best_arcs(const Matrix *m, int64_t width, const real *from, real *to
 }
 
 /* Entries to states from one of another segment, and from the same one with a step more. */
-static void best_durations(const Matrix *m, const real *from, real *to, int32_t *before) {
+static void best_durations(const BlockMatrix *m, const real *from, real *to, int32_t *before) {
     int64_t longest = m->longest, states = m->segments * longest;
     const real *weight = durations_of(m).m;
     for (int64_t block = 0; block < m->matrix_blocks; block++) {
-        Best best = {splat(-INFINITE), {0}};
+        Choice best = {splat(-INFINITE), {0}};
         for (int64_t k = 0; k < m->segments; k++) {
             reals term = from[k * longest] + load(m->entries.m + (m->start[block] + k) * LANES);
-            best = better_of(best, (Best){term, (wholes){0} + (whole)(k * longest)});
+            best = better_of(best, (Choice){term, (wholes){0} + (whole)(k * longest)});
         }
         store(m->sums.m + block * LANES, best.value), store(m->sums.e + block * LANES, (reals)best.from);
     }
     for (int64_t s = 0; s < m->segments; s++)
         for (int64_t r = 0; r < longest; r += LANES, weight += LANES) {
             int64_t j = s * longest + r, left = smaller_of(states - j, LANES);
-            Best after = {load(from + j + 1), lane_numbers() + (whole)(j + 1)}, best = {splat(-INFINITE), {0}};
+            Choice after = {load(from + j + 1), lane_numbers() + (whole)(j + 1)}, best = {splat(-INFINITE), {0}};
             after.value = where(lane_numbers() < (whole)(longest - 1 - r), after.value, splat(-INFINITE));
             best = better_of(better_of(best, after),
-                             (Best){m->sums.m[s] + load(weight), (wholes){0} + bits_of(m->sums.e[s])});
-            Indices found = __builtin_convertvector(best.from, Indices);
+                             (Choice){m->sums.m[s] + load(weight), (wholes){0} + bits_of(m->sums.e[s])});
+            Indices sources = __builtin_convertvector(best.from, Indices);
             store(to + j, best.value);
-            if (left == LANES) __builtin_memcpy(before + j, &found, sizeof found);
-            else for (int64_t l = 0; l < left; l++) before[j + l] = found[l];
+            if (left == LANES) __builtin_memcpy(before + j, &sources, sizeof sources);
+            else for (int64_t l = 0; l < left; l++) before[j + l] = sources[l];
         }
 }
 
@@ -99,7 +99,7 @@ static int add_potentials(int64_t c, const operand *x, real *row, real *top) {
    checkpoint, from which all blocks but the last are computed again on the way back. */
 typedef struct {
     const Exact *a;
-    Matrix matrix;
+    BlockMatrix matrix;
     real *row, *next;         /* the message of a step, with -inf on both sides as far as sums reach, and scratch */
     real top;                 /* the largest entry of the row, or 0 */
     int unknown;              /* an operand is NaN or +inf */
@@ -123,21 +123,21 @@ static void best_block(BestScan *w, const Place *place, int64_t first) {
     }
 }
 
-static void best_forward(BestScan *w, const Place *place) {
+static void scan_best(BestScan *w, const Place *place) {
     const Exact *a = w->a;
     int64_t width = whole_vectors(a->states), block = 0;
     const operand *p0 = a->p0.data + place->p0;
     w->top = 0, w->unknown = read_logarithms((int)a->logarithms, a->states, p0, a->p0.step, w->row);
     w->unknown |= add_potentials(a->states, x_row(a, place, 0), w->row, &w->top);
     for (int64_t first = 0; first < place->steps - 1; first += a->every, block++) {
-        for (int64_t j = 0; j < width; j += LANES) store(w->checkpoints + block * width + j, load(w->row + j));
+        write_row(width, w->row, 1, w->checkpoints + block * width);
         w->tops[block] = w->top;
         best_block(w, place, first);
     }
 }
 
 /* The path of a sequence from its last row; -1 after its end, and everywhere without a path or where it is unknown. */
-static void best_backward(BestScan *w, const Place *place) {
+static void follow_best(BestScan *w, const Place *place) {
     const Exact *a = w->a;
     int64_t *path = a->paths + place->index * a->steps, state = 0, width = whole_vectors(a->states);
     for (int64_t j = 1; j < a->states; j++) if (w->row[j] > w->row[state]) state = j;
@@ -148,7 +148,7 @@ static void best_backward(BestScan *w, const Place *place) {
     for (int64_t block = last > 0 ? (last - 1) / a->every : -1; block >= 0; block--) {
         int64_t first = block * a->every, step = smaller_of(first + a->every, last);
         if (step < last) {
-            for (int64_t j = 0; j < width; j += LANES) store(w->row + j, load(w->checkpoints + block * width + j));
+            write_row(width, w->checkpoints + block * width, 1, w->row);
             w->top = w->tops[block], best_block(w, place, first);
         }
         for (; step > first; step--) path[step - 1] = state = w->before[(step - first - 1) * width + state];
@@ -157,18 +157,18 @@ static void best_backward(BestScan *w, const Place *place) {
 
 /* Paths, and NaN as log_norm where an operand is no finite weight or potential, so that no path is known. */
 EXPORT int64_t EXPORTED(logchain_exact_best)(const Exact *a) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t reach = reach_of(a), width = whole_vectors(a->states), padded = width + 2 * reach;
     int64_t blocks = (a->steps + a->every - 1) / a->every;
-    BestScan w = {.a = a, .matrix = new_matrix(a, 0, &room)};
-    real *rows = take_reals(&room, 2 * padded);
-    w.before = take(&room, a->every * width * 4);
-    w.checkpoints = take_reals(&room, blocks * width), w.tops = take_reals(&room, blocks);
-    if (!a->room) return room.bytes;
+    BestScan w = {.a = a, .matrix = new_matrix(a, 0, &scratch)};
+    real *rows = take_reals(&scratch, 2 * padded);
+    w.before = take(&scratch, a->every * width * 4);
+    w.checkpoints = take_reals(&scratch, blocks * width), w.tops = take_reals(&scratch, blocks);
+    if (!a->scratch) return scratch.bytes;
     w.matrix.as_logs = 1, w.row = rows + reach, w.next = w.row + padded;
     for (int64_t j = 0; j < 2 * padded; j++) rows[j] = -INFINITE;
     for (const Place *place = a->places + a->first; place < a->places + a->last; place++)
-        best_forward(&w, place), best_backward(&w, place);
+        scan_best(&w, place), follow_best(&w, place);
     return 0;
 }
 
@@ -196,17 +196,17 @@ static int64_t read_segment_sources(const Exact *a, const operand *weights, Row 
     Split duration = weight_split(splat((real)weights[segments * segments + state]), logs);
     for (int64_t done = 0; done <= segments; done += LANES) {
         reals weight = splat(logs ? -INFINITE : 0);
-        Split own = zero_split(), factor = duration;
+        Split forward = zero_split(), factor = duration;
         for (int64_t l = 0; l < LANES && done + l <= segments; l++) {
             int64_t place = done + l, end = place - (place > s), stays = place == s + 1;
             int64_t k = stays ? state + 1 : end * longest;
             if (stays && is_longest) continue;
             if (stays) weight[l] = logs ? 0 : 1, factor.m[l] = 1, factor.e[l] = 0;
             else weight[l] = (real)weights[end * segments + s];
-            own.m[l] = message.m[k], own.e[l] = message.e[k], from[place] = (int32_t)k;
+            forward.m[l] = message.m[k], forward.e[l] = message.e[k], from[place] = (int32_t)k;
         }
         Split product = weight_split(weight, logs);
-        store_split(to, done, (Split){product.m * factor.m * own.m, product.e + factor.e + own.e});
+        store_split(to, done, (Split){product.m * factor.m * forward.m, product.e + factor.e + forward.e});
     }
     return whole_vectors(segments + 1);
 }
@@ -221,28 +221,28 @@ static int64_t read_sources(const Exact *a, const operand *weights, Row message,
     int64_t begin = bands ? 0 : graph->first[state], count = bands ? a->terms : graph->first[state + 1] - begin;
     for (int64_t done = 0; done < count; done += LANES) {
         reals weight = splat(logs ? -INFINITE : 0);
-        Split own = zero_split();
+        Split forward = zero_split();
         for (int64_t l = 0; l < LANES && done + l < count; l++) {
             int64_t entry = bands ? offsets[a->terms + done + l] : graph->order[begin + done + l];
             int64_t k = bands ? state - offsets[entry] : graph->source[entry];
             if (k < 0 || k >= a->states) continue;
             weight[l] = (real)weights[entry * (bands ? a->weights_outer : a->weights_inner) +
                                       (bands ? state * a->weights_inner : 0)];
-            own.m[l] = message.m[k], own.e[l] = message.e[k], from[done + l] = (int32_t)k;
+            forward.m[l] = message.m[k], forward.e[l] = message.e[k], from[done + l] = (int32_t)k;
         }
         Split product = weight_split(weight, logs);
-        store_split(to, done, (Split){own.m * product.m, own.e + product.e});
+        store_split(to, done, (Split){forward.m * product.m, forward.e + product.e});
     }
     return whole_vectors(count);
 }
 
 /* Paths (draws, n, v) by the numbers in `weight`, likewise; -1 after ends, and where log_norm is no finite number. */
 EXPORT int64_t EXPORTED(logchain_exact_draw)(const Exact *a) {
-    Room room = {.begin = a->room};
+    Scratch scratch = {.begin = a->scratch};
     int64_t width = whole_vectors(a->states), most = larger_of(width, whole_vectors(a->terms + 1)), v = a->steps;
-    Row terms = take_row(&room, most);
-    int32_t *from = take(&room, most * 4);
-    if (!a->room) return room.bytes;
+    Row terms = take_row(&scratch, most);
+    int32_t *from = take(&scratch, most * 4);
+    if (!a->scratch) return scratch.bytes;
     for (int64_t at = a->first; at < a->last; at++) {
         const Place *place = a->places + at;
         double log_norm = a->log_norm[place->index];

@@ -8,17 +8,17 @@
 #include "entries.h"
 
 /* Sums of `held` bands for a block of states, from the state `from`; weights and counts are those of its entries. */
-INLINE Split sum_some_bands(const int held, const int64_t *shift, Row weight, Row from, Split own, const Counting *n,
-                            real *counts) {
+INLINE Split sum_some_bands(const int held, const int64_t *shift, Row weight, Row from, Split forward,
+                            const Counting *n, real *counts) {
     Split terms[8], weights[8];
     UNROLL for (int k = 0; k < held; k++) {
         terms[k] = load_split(from, shift[k]);
         weights[k] = load_split(weight, k * LANES);
     }
-    return sum_of_terms(held, terms, weights, n, own, counts);
+    return sum_of_terms(held, terms, weights, n, forward, counts);
 }
 
-INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const int counted) {
+INLINE void sum_bands_by(const int held, const BlockMatrix *m, const RowProduct *f, const int counted) {
     int64_t count = held < 8 ? held : m->start[1], blocks = m->blocks, shift[8];
     Row entries = m->entries, from = f->row, to = f->to;
     Counting counting = counted ? *f->counting : (Counting){0};
@@ -26,12 +26,13 @@ INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const
     for (int k = 0; k < held; k++) shift[k] = m->shift[k];
     for (int64_t block = 0; block < blocks; block++) {
         int64_t j = block * LANES, at = block * count * LANES;
-        Split own = n ? load_split(counting.kept, j) : zero_split();
-        Split sum = sum_some_bands(held, shift, row_from(entries, at), row_from(from, j), own, n, counting.counts + at);
+        Split forward = n ? load_split(counting.forward, j) : zero_split();
+        Row weight = row_from(entries, at), near = row_from(from, j);
+        Split sum = sum_some_bands(held, shift, weight, near, forward, n, counting.counts + at);
         for (int64_t d = held; d < count; d += held) {
-            Row weight = row_from(entries, at + d * LANES);
+            weight = row_from(entries, at + d * LANES);
             real *counts = counting.counts + at + d * LANES;
-            sum = plus_split(sum, sum_some_bands(held, m->shift + d, weight, row_from(from, j), own, n, counts));
+            sum = plus_split(sum, sum_some_bands(held, m->shift + d, weight, near, forward, n, counts));
         }
         store_split(to, j, sum);
     }
@@ -42,7 +43,7 @@ INLINE void sum_bands_by(const int held, const Matrix *m, const Factor *f, const
         if (f->counting) sum_bands_by(bands, m, f, 1); \
         else sum_bands_by(bands, m, f, 0);             \
         break
-static void sum_bands(const Matrix *m, const Factor *f) {
+static void sum_bands(const BlockMatrix *m, const RowProduct *f) {
     switch (smaller_of(m->start[1], 8)) {
         HELD(1); HELD(2); HELD(3); HELD(4); HELD(5); HELD(6); HELD(7); HELD(8);
     }
@@ -93,30 +94,31 @@ INLINE void write_sums(const int32_t *state, int shared, Split sum, Row to) {
 }
 
 /* Sums of `count` entries of a block. */
-INLINE Split sum_some_arcs(const int count, const Matrix *m, int64_t entry, const Pair *from, Split own,
+INLINE Split sum_some_arcs(const int count, const BlockMatrix *m, int64_t entry, const Pair *from, Split forward,
                            const Counting *n) {
     Split terms[4], weights[4];
     UNROLL for (int t = 0; t < count; t++) {
         terms[t] = gather_split(from, m->slices->other + (entry + t) * LANES);
         weights[t] = load_split(m->entries, (entry + t) * LANES);
     }
-    return sum_of_terms(count, terms, weights, n, own, n ? n->counts + entry * LANES : 0);
+    return sum_of_terms(count, terms, weights, n, forward, n ? n->counts + entry * LANES : 0);
 }
-INLINE Split sum_arcs_of(const Matrix *m, int64_t t, int64_t end, const Pair *from, Split own, const Counting *n) {
+INLINE Split sum_arcs_of(const BlockMatrix *m, int64_t t, int64_t end, const Pair *from, Split forward,
+                         const Counting *n) {
     Split sum = zero_split();
-    for (; t + 4 <= end; t += 4) sum = plus_split(sum, sum_some_arcs(4, m, t, from, own, n));
-    if (t + 2 <= end) sum = plus_split(sum, sum_some_arcs(2, m, t, from, own, n)), t += 2;
-    return t < end ? plus_split(sum, sum_some_arcs(1, m, t, from, own, n)) : sum;
+    for (; t + 4 <= end; t += 4) sum = plus_split(sum, sum_some_arcs(4, m, t, from, forward, n));
+    if (t + 2 <= end) sum = plus_split(sum, sum_some_arcs(2, m, t, from, forward, n)), t += 2;
+    return t < end ? plus_split(sum, sum_some_arcs(1, m, t, from, forward, n)) : sum;
 }
 
 /* The same from an aligned row; whether that is right. */
-INLINE int sum_aligned_arcs(const Matrix *m, int64_t begin, int64_t end, const Factor *from, Split own,
+INLINE int sum_aligned_arcs(const BlockMatrix *m, int64_t begin, int64_t end, const RowProduct *from, Split forward,
                             const Counting *n, Split *to) {
     *to = (Split){{0}, splat(from->e)};
     for (int64_t t = begin; t < end; t++)
         to->m += gather_reals(from->aligned, m->slices->other + t * LANES) * load(m->linear + t * LANES);
     if (!is_right(to->m)) return 0;
-    reals factor = n ? count_factor(n, own, to->e) : to->m;
+    reals factor = n ? count_factor(n, forward, to->e) : to->m;
     for (int64_t t = begin; t < end && n; t++) {
         reals part = gather_reals(from->aligned, m->slices->other + t * LANES) * power_in(load(m->linear + t * LANES));
         count_term(factor, part, n->counts + t * LANES);
@@ -125,24 +127,24 @@ INLINE int sum_aligned_arcs(const Matrix *m, int64_t begin, int64_t end, const F
 }
 
 /* `pairs` (width): scratch. */
-INLINE void sum_arcs_by(const int counted, const Matrix *m, int64_t width, Factor *from, Pair *pairs) {
+INLINE void sum_arcs_by(const int counted, const BlockMatrix *m, int64_t width, RowProduct *from, Pair *pairs) {
     const Slices *s = m->slices;
     const Counting *n = counted ? from->counting : 0;
     clear_row(width, from->to);
     for (int64_t block = 0; block < m->blocks; block++) {
         const int32_t *state = s->state + block * LANES;
-        Split own = zero_split(), sum;
-        if (n) own = (Split){gather_reals(n->kept.m, state), gather_reals(n->kept.e, state)};
-        if (!from->aligned || !sum_aligned_arcs(m, m->start[block], m->start[block + 1], from, own, n, &sum)) {
+        Split forward = zero_split(), sum;
+        if (n) forward = (Split){gather_reals(n->forward.m, state), gather_reals(n->forward.e, state)};
+        if (!from->aligned || !sum_aligned_arcs(m, m->start[block], m->start[block + 1], from, forward, n, &sum)) {
             for (int64_t j = 0; j < width && !from->failed; j++) pairs[j] = (Pair){from->row.m[j], from->row.e[j]};
             from->failed++;
-            sum = sum_arcs_of(m, m->start[block], m->start[block + 1], pairs, own, n);
+            sum = sum_arcs_of(m, m->start[block], m->start[block + 1], pairs, forward, n);
         }
         write_sums(state, block < s->shared || block + 1 == s->blocks, sum, from->to);
     }
 }
 
-static void sum_arcs(const Matrix *m, int64_t width, Factor *from, Pair *pairs) {
+static void sum_arcs(const BlockMatrix *m, int64_t width, RowProduct *from, Pair *pairs) {
     if (from->counting) sum_arcs_by(1, m, width, from, pairs);
     else sum_arcs_by(0, m, width, from, pairs);
 }
@@ -150,7 +152,7 @@ static void sum_arcs(const Matrix *m, int64_t width, Factor *from, Pair *pairs) 
 enum { CHAINS = 4, TILED = 4 }; /* independent partial results, to hide latency; rows that share a load of an entry */
 
 /* The largest exponents of the terms of a block. */
-INLINE reals highest_terms(const Matrix *m, int64_t begin, int64_t end, const real *from_e) {
+INLINE reals highest_terms(const BlockMatrix *m, int64_t begin, int64_t end, const real *from_e) {
     reals top[CHAINS];
     int64_t t = begin;
     UNROLL for (int r = 0; r < CHAINS; r++) top[r] = splat(-INFINITE);
@@ -162,7 +164,7 @@ INLINE reals highest_terms(const Matrix *m, int64_t begin, int64_t end, const re
 }
 
 /* Sums of the entries of a block, each by its own exponent. */
-INLINE Split sum_dense_terms(const Matrix *m, int64_t begin, int64_t end, Row from) {
+INLINE Split sum_dense_terms(const BlockMatrix *m, int64_t begin, int64_t end, Row from) {
     reals high = highest_terms(m, begin, end, from.e) - LIFT, sum[CHAINS] = {0};
     for (int64_t t = begin; t < end; t += CHAINS)
         UNROLL for (int r = 0; r < CHAINS; r++) {
@@ -175,7 +177,8 @@ INLINE Split sum_dense_terms(const Matrix *m, int64_t begin, int64_t end, Row fr
 }
 
 /* Sums of a block for `rows` aligned rows. */
-INLINE void sum_aligned(const int rows, const Matrix *m, int64_t begin, int64_t end, Factor *const *from, reals *to) {
+INLINE void sum_aligned(const int rows, const BlockMatrix *m, int64_t begin, int64_t end, RowProduct *const *from,
+                        reals *to) {
     enum { PARTS = 2 };
     reals sum[TILED][PARTS] = {0};
     const real *row[TILED];
@@ -193,7 +196,7 @@ INLINE void sum_aligned(const int rows, const Matrix *m, int64_t begin, int64_t 
 }
 
 /* A block of a row; its `aligned` sums are taken where they are right. */
-INLINE void sum_block(const Matrix *m, int64_t block, Factor *from, reals aligned) {
+INLINE void sum_block(const BlockMatrix *m, int64_t block, RowProduct *from, reals aligned) {
     Split sum = {aligned, splat(from->e)};
     if (!from->aligned || !is_right(aligned))
         sum = sum_dense_terms(m, m->start[block], m->start[block + 1], from->row), from->failed++;
@@ -201,7 +204,7 @@ INLINE void sum_block(const Matrix *m, int64_t block, Factor *from, reals aligne
 }
 
 /* Products of `count` rows, aligned ones first: a block stays in the first-level cache for all of them. */
-static void sum_dense(const Matrix *m, int64_t count, Factor **from) {
+static void sum_dense(const BlockMatrix *m, int64_t count, RowProduct **from) {
     int64_t aligned = 0;
     while (aligned < count && from[aligned]->aligned) aligned++;
     for (int64_t block = 0; block < m->blocks; block++) {
@@ -219,10 +222,10 @@ static void sum_dense(const Matrix *m, int64_t count, Factor **from) {
 }
 
 /* Counts the entries of a matrix from the row that was multiplied: its sums tell by which exponents. */
-static void count_dense(const Matrix *m, const Factor *from, const Counting *n) {
+static void count_dense(const BlockMatrix *m, const RowProduct *from, const Counting *n) {
     for (int64_t block = 0; block < m->blocks; block++) {
         reals high = load(from->to.e + block * LANES);
-        reals factor = count_factor(n, load_split(n->kept, block * LANES), high);
+        reals factor = count_factor(n, load_split(n->forward, block * LANES), high);
         int aligned = from->aligned && !any(high != splat(from->e));
         for (int64_t t = m->start[block]; t < m->start[block + 1]; t++) {
             int64_t k = m->other[t];

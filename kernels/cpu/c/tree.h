@@ -4,14 +4,14 @@
 
    A node is a matrix V of numbers near 2^CENTER or less. Its logarithms are log V_ij + (v_i - CENTER) log 2 + offset,
    and `base` log 2 is part of the offset. Mostly all exponents v of rows are 0, and A' is A. The tree is that of
-   `write_product` in kernels/tree.py, depth first. With w the gradients of a product's logarithms, G = w / V, or 0 where
-   V is:
+   `write_product` in kernels/tree.py, depth first. With w the gradients of a product's logarithms, G = w / V, or 0
+   where V is:
 
        W_ij = G_ij 2^(CENTER - h)      G of A = (W B^T) 2^-CENTER A' / A      G of B = (A'^T W) 2^-CENTER
 
    V is 0 only where no path leads. Leaves and A' are raised to RAISED, so that products are normal numbers. A raised
    term adds at most RAISED 2^(CENTER + 1) to a sum. Where a sum below c LEAST_SUM is not 0, rows of A and B are scaled
-   to near 2^CENTER. If there still is one, or an exponent is beyond FARTHEST, the product is lossy. */
+   to near 2^CENTER. If there still is one, or an exponent is beyond FARTHEST, the product is flagged. */
 #pragma once
 #include "matmul.h"
 
@@ -30,8 +30,8 @@ typedef struct {
     real *out;                 /* (units, c, c), or of prefixes (sets, matrices, c, c): logarithms; or null */
     double *products, *offset; /* (units, c, c), (units, 2): logarithms less the offset, and that; if `out` is null */
     real *grad;                /* (sets, matrices, c, c): gradients of the stack; or null */
-    uint8_t *lossy;            /* (units) */
-    char *room;
+    uint8_t *flagged;            /* (units) */
+    char *scratch;
 } Stack;
 
 typedef struct {
@@ -45,7 +45,7 @@ typedef struct {
     int64_t set, unit, first, last;                      /* matrices of the unit */
     real *values, *exponents;                            /* nodes */
     real *shifts, *scaled, *sums, *transposed, *sources; /* t; A'; S; B^T; W */
-    int lossy, grown; /* grown: what an entry of A was raised by is larger in A', or one is NaN */
+    int flagged, grown; /* grown: what an entry of A was raised by is larger in A', or one is NaN */
 } Tree;
 
 /* The first matrix of the right operand of a product: the left one has a power of two of matrices, or all but one. */
@@ -121,7 +121,7 @@ INLINE void write_leaf(const int64_t c, Tree *t, int64_t index, Node *n) {
         real exponent = is_far ? 0 : (real)(int64_t)(below * LOG2_E);
         write_linear(c, from + r * c, top, exponent, n->values + r * c);
         n->exponents[r] = is_zero ? IMPOSSIBLE : exponent;
-        t->lossy |= is_far && !is_zero;
+        t->flagged |= is_far && !is_zero;
     }
 }
 
@@ -164,43 +164,43 @@ INLINE const real *scale_left(const int64_t c, Tree *t, Node left, Node right) {
 /* S, and its largest; whether all are 0 or trusted. */
 INLINE int find_products(const int64_t c, Tree *t, Node left, Node right, real *most) {
     reals high = {0}, limit = splat((real)c * LEAST_SUM);
-    wholes doubtful = {0};
+    wholes inexact = {0};
     multiply_states(c, scale_left(c, t, left, right), c, 1, right.values, t->sums);
     for (int64_t j = 0; j < c * c; j += LANES) {
         reals s = read_some(t->sums + j, 1, c * c - j, 0);
-        doubtful |= ~((s >= limit) & (s < INFINITE)) & (s != 0), high = larger(s, high);
+        inexact |= ~((s >= limit) & (s < INFINITE)) & (s != 0), high = larger(s, high);
     }
     *most = largest(high);
-    return !any(doubtful) && !t->grown;
+    return !any(inexact) && !t->grown;
 }
 
 /* Moves the largest exponent to base; false if one is too small for a row that is not 0. */
 INLINE int level_exponents(const int64_t c, Node n) {
     real rise = largest_in(c, n.exponents, -INFINITE);
-    int lossy = 0;
+    int flagged = 0;
     rise = rise < -FARTHEST ? 0 : rise;
     for (int64_t r = 0; r < c; r++) {
         n.exponents[r] -= rise;
         if (n.exponents[r] >= -FARTHEST) continue;
-        lossy |= !are_zero(c, n.values + r * c);
+        flagged |= !are_zero(c, n.values + r * c);
         n.exponents[r] = IMPOSSIBLE;
     }
     n.exponents[c] += rise;
-    return !lossy;
+    return !flagged;
 }
 
 INLINE void multiply_nodes(const int64_t c, Tree *t, Node left, Node right, Node *out) {
     real most;
     if (!find_products(c, t, left, right, &most)) {
         scale_rows(c, left), scale_rows(c, right);
-        t->lossy = !find_products(c, t, left, right, &most);
-        if (t->lossy) return;
+        t->flagged = !find_products(c, t, left, right, &most);
+        if (t->flagged) return;
     }
     int64_t exponent = exponent_of(bits_of(most)) - CENTER;
     scale(c * c, t->sums, power_of_two(-exponent), out->values);
     for (int64_t r = 0; r < c; r++) out->exponents[r] = left.exponents[r] + t->shifts[r];
     out->exponents[c] = (real)(exponent - CENTER);
-    if (!are_zero(c, out->exponents)) t->lossy |= !level_exponents(c, *out);
+    if (!are_zero(c, out->exponents)) t->flagged |= !level_exponents(c, *out);
     out->offset = left.offset;
     add(&out->offset, right.offset.sum);
     out->offset.error += right.offset.error;
@@ -269,7 +269,7 @@ static Node product_of(Tree *t, int64_t first, int64_t last, int64_t slot) {
     for (int64_t middle = first + 1, end; middle < last; middle = end) {
         end = t->a->prefixes ? middle + 1 : 2 * middle - first < last ? 2 * middle - first : last;
         Node left = n, right = product_of(t, middle, end, slot + 1);
-        if (t->lossy) break;
+        if (t->flagged) break;
         n = node_of(t, first, end, slot);
         OF_STATES(multiply_nodes, t->a->states, t, left, right, &n);
         if (t->a->prefixes && !t->a->grad) write_product(t, n, middle);
@@ -300,26 +300,26 @@ static void write_gradients(Tree *t, Node root) {
     set_mode(before);
 }
 
-/* Products of units, or gradients; how many units are lossy. */
+/* Products of units, or gradients; how many units are flagged. */
 EXPORT int64_t EXPORTED(logchain_tree)(const Stack *a) {
-    Room room = {.begin = a->room};
-    int64_t c = a->states, square = c * c, row = c + 1, lossy = 0;
+    Scratch scratch = {.begin = a->scratch};
+    int64_t c = a->states, square = c * c, row = c + 1, flagged = 0;
     int64_t longest = (a->matrices + a->segments - 1) / a->segments, slots = 2;
     for (int64_t size = 1; size < longest; size *= 2) slots++;
     if (a->grad) slots = longest;
-    Tree t = {.a = a, .shifts = take_reals(&room, row), .scaled = take_reals(&room, square)};
-    t.sums = take_reals(&room, square), t.transposed = take_reals(&room, square);
-    t.sources = take_reals(&room, square);
-    t.values = take_reals(&room, slots * square), t.exponents = take_reals(&room, 2 * slots * row);
-    for (t.unit = a->first; t.unit < a->last && a->room; t.unit++) {
+    Tree t = {.a = a, .shifts = take_reals(&scratch, row), .scaled = take_reals(&scratch, square)};
+    t.sums = take_reals(&scratch, square), t.transposed = take_reals(&scratch, square);
+    t.sources = take_reals(&scratch, square);
+    t.values = take_reals(&scratch, slots * square), t.exponents = take_reals(&scratch, 2 * slots * row);
+    for (t.unit = a->first; t.unit < a->last && a->scratch; t.unit++) {
         int64_t segment = t.unit % a->segments;
-        t.set = t.unit / a->segments, t.lossy = 0;
+        t.set = t.unit / a->segments, t.flagged = 0;
         t.first = a->matrices * segment / a->segments, t.last = a->matrices * (segment + 1) / a->segments;
         Node root = product_of(&t, t.first, t.last, 0);
-        t.lossy |= !(root.offset.sum < __builtin_inf() && root.offset.sum > -__builtin_inf());
-        lossy += a->lossy[t.unit] = (uint8_t)t.lossy;
-        if (!t.lossy && a->grad) write_gradients(&t, root);
-        else if (!t.lossy && !a->prefixes) write_product(&t, root, 0);
+        t.flagged |= !(root.offset.sum < __builtin_inf() && root.offset.sum > -__builtin_inf());
+        flagged += a->flagged[t.unit] = (uint8_t)t.flagged;
+        if (!t.flagged && a->grad) write_gradients(&t, root);
+        else if (!t.flagged && !a->prefixes) write_product(&t, root, 0);
     }
-    return a->room ? lossy : room.bytes;
+    return a->scratch ? flagged : scratch.bytes;
 }

@@ -167,12 +167,12 @@ INLINE int any(wholes a) { return __builtin_reduce_or(a) != 0; }
 INLINE reals total_of_each(reals *a) {
     UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)
         UNROLL for (int k = 0; k < apart; k++) {
-            reals own, other;
+            reals near, far;
             UNROLL for (int j = 0; j < LANES; j++) {
-                own[j] = a[j & apart ? k + apart : k][j];
-                other[j] = a[j & apart ? k + apart : k][j ^ apart];
+                near[j] = a[j & apart ? k + apart : k][j];
+                far[j] = a[j & apart ? k + apart : k][j ^ apart];
             }
-            a[k] = own + other;
+            a[k] = near + far;
         }
     return a[0];
 }

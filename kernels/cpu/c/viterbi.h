@@ -3,7 +3,7 @@
        t_i(j) = max_k (a_{i-1}(k) + log P_i(k, j))      a_i(j) = t_i(j) + (x_i(j) - max x_i), less its largest entry
 
    All messages a of the sequences that are computed together are kept. On the way back, the state before a state j is
-   the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. Both ways in one call keep
+   the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is flagged. Both ways in one call keep
    messages in scratch, separate calls in `messages`.
 
    Of the k best paths, each state has k messages, one for each rank:
@@ -17,7 +17,7 @@
 
 /* The pass over places of a set. */
 typedef struct {
-    Walk walk;               /* without states, scales and matrix */
+    Pass pass;               /* without states, scales and matrix */
     int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
     int64_t pitch;           /* places from the message of a step to that of the next */
     int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
@@ -29,9 +29,9 @@ typedef struct {
 
 /* The logarithms of the matrix into a step, and their transpose where all steps have one matrix. */
 static void read_log_matrix(Best *b, int64_t step) {
-    const Chain *a = b->walk.a;
-    int64_t c = a->states, width = b->walk.width, index = b->walk.set * a->steps + (a->one_matrix ? 0 : step - 1);
-    const real *from = matrix_at(&a->bulk, b->walk.set, step);
+    const Chain *a = b->pass.a;
+    int64_t c = a->states, width = b->pass.width, index = b->pass.set * a->steps + (a->one_matrix ? 0 : step - 1);
+    const real *from = matrix_at(&a->bulk, b->pass.set, step);
     if (b->read == index) return;
     b->read = index, b->unknown = 0;
     for (int64_t k = 0; k < c; k++)
@@ -42,17 +42,17 @@ static void read_log_matrix(Best *b, int64_t step) {
 
 /* The logarithms of the transitions into a state (width). */
 INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
-    const Chain *a = b->walk.a;
-    if (a->one_matrix) return b->transposed + state * b->walk.width;
-    const real *from = matrix_at(&a->bulk, b->walk.set, step) + state * a->bulk.to;
-    read_row(a->states, a->states, from, a->bulk.from, 0, b->walk.initial);
-    read_logarithms((int)a->logarithms, a->states, b->walk.initial, 1, b->transposed);
+    const Chain *a = b->pass.a;
+    if (a->one_matrix) return b->transposed + state * b->pass.width;
+    const real *from = matrix_at(&a->bulk, b->pass.set, step) + state * a->bulk.to;
+    read_row(a->states, a->states, from, a->bulk.from, 0, b->pass.initial);
+    read_logarithms((int)a->logarithms, a->states, b->pass.initial, 1, b->transposed);
     return b->transposed;
 }
 
 /* Messages of `ranks` rows from sums and x, less their largest entry, which is in the first row. Whether x holds NaN or
    +inf. */
-INLINE int weigh_best(int64_t ranks, const Walk *w, const real *x, const real *sums, real *message) {
+INLINE int weigh_best(int64_t ranks, const Pass *w, const real *x, const real *sums, real *message) {
     int64_t c = w->a->states, width = w->width;
     real top = top_of(x, c);
     reals high = splat(-INFINITE);
@@ -92,7 +92,7 @@ INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
 
 /* The first message of a place, from p0 relative to its largest weight. Whether it holds NaN or +inf. */
 static int start_best(Best *b, int64_t place, real *message) {
-    const Walk *w = &b->walk;
+    const Pass *w = &b->pass;
     const Chain *a = w->a;
     int64_t width = w->width, stop = b->ranks * width;
     real *row = w->initial;
@@ -117,19 +117,19 @@ static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) 
 
 /* Of ranked paths, the messages of two steps. */
 INLINE real *best_message(const Best *b, const int ranked, int64_t place, int64_t step) {
-    return b->messages + ((ranked ? step & 1 : step) * b->pitch + place) * (ranked ? b->ranks : 1) * b->walk.width;
+    return b->messages + ((ranked ? step & 1 : step) * b->pitch + place) * (ranked ? b->ranks : 1) * b->pass.width;
 }
 INLINE whole *choices_at(const Best *b, int64_t place, int64_t step) {
-    return b->choices + (step * b->walk.count + place) * b->ranks * b->walk.width;
+    return b->choices + (step * b->pass.count + place) * b->ranks * b->pass.width;
 }
 
 /* The sorted ranks of LANES states: each term is inserted, and pushes down those that it exceeds. */
 static void rank_block(const Best *b, const real *before, int64_t j, real *sums, whole *choices) {
-    int64_t width = b->walk.width, ranks = b->ranks;
+    int64_t width = b->pass.width, ranks = b->ranks;
     reals *best = (reals *)b->best;
     wholes *chosen = (wholes *)(best + ranks), none = {0};
     for (int64_t s = 0; s < ranks; s++) best[s] = splat(-INFINITE), chosen[s] = none;
-    for (int64_t h = 0; h < b->walk.a->states; h++) {
+    for (int64_t h = 0; h < b->pass.a->states; h++) {
         reals logs = load(b->logs + h * width + j);
         for (int64_t r = 0; r < ranks; r++) { /* later ranks of a state are not larger */
             reals term = before[r * width + h] + logs;
@@ -153,20 +153,20 @@ static void rank_block(const Best *b, const real *before, int64_t j, real *sums,
 /* Sums of the messages of `rows` places into a step, of one place where paths are ranked. */
 INLINE void sum_best(const Best *b, const int ranked, int64_t place, int64_t rows, int64_t step) {
     const real *before = best_message(b, ranked, place, step - 1);
-    int64_t c = b->walk.a->states, width = b->walk.width;
+    int64_t c = b->pass.a->states, width = b->pass.width;
     for (int64_t k = 0; k < vectors_of(width) && ranked; k++)
-        rank_block(b, before, start_of(k, width), b->walk.sums, choices_at(b, place, step));
+        rank_block(b, before, start_of(k, width), b->pass.sums, choices_at(b, place, step));
     if (ranked) return;
-    if (rows == 1) row_tiles(1, UNSEEN, c, width, before, b->logs, width, b->walk.sums);
-    else multiply_best((Product){rows, c, width, before, width, 1, b->logs, width, b->walk.sums, width});
+    if (rows == 1) row_tiles(1, UNSEEN, c, width, before, b->logs, width, b->pass.sums);
+    else multiply_best((Product){rows, c, width, before, width, 1, b->logs, width, b->pass.sums, width});
 }
 
 INLINE void forward_by(Best *b, const int ranked) {
-    Walk *w = &b->walk;
+    Pass *w = &b->pass;
     const Chain *a = w->a;
     int64_t width = w->width, count = active(w, w->count, 0);
     for (int64_t place = 0; place < count; place++)
-        a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, ranked, place, 0));
+        a->flagged[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, ranked, place, 0));
     for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
         read_log_matrix(b, step);
         for (int64_t place = 0, group = ranked ? 1 : GROUP; place < count; place += group) {
@@ -176,42 +176,42 @@ INLINE void forward_by(Best *b, const int ranked) {
                 int64_t q = sequence_of(w, place + r);
                 real *sums = w->sums + r * width, *message = best_message(b, ranked, place + r, step);
                 int bad = weigh_best(ranked ? b->ranks : 1, w, x_at(a, q, step), sums, message);
-                a->lossy[q] |= (uint8_t)(bad | b->unknown);
+                a->flagged[q] |= (uint8_t)(bad | b->unknown);
             }
         }
     }
-    for (int64_t place = 0; place < w->count && a->around.leaving; place++) {
+    for (int64_t place = 0; place < w->count && a->boundary.leaving; place++) {
         int64_t q = sequence_of(w, place);
         const real *last = best_message(b, ranked, place, steps_of(a, q) - 1);
-        for (int64_t j = 0; j < a->states; j++) a->around.leaving[q * a->states + j] = last[j];
+        for (int64_t j = 0; j < a->states; j++) a->boundary.leaving[q * a->states + j] = last[j];
     }
 }
 static void best_forward(Best *b) { forward_by(b, 0); }
 static void ranks_forward(Best *b) { forward_by(b, 1); }
 
-/* The log-weight of a path; -inf without one, and NaN in a sequence that is `lossy`. */
+/* The log-weight of a path; -inf without one, and NaN in a flagged sequence. */
 static void write_weight(const Best *b, int64_t q, int64_t steps, const int64_t *path) {
-    const Chain *a = b->walk.a;
+    const Chain *a = b->pass.a;
     Sum total = {0, 0};
     for (int64_t step = 0; step < steps; step++) {
-        const real *row = step ? matrix_at(&a->bulk, b->walk.set, step) + path[step - 1] * a->bulk.from : p0_at(a, q);
+        const real *row = step ? matrix_at(&a->bulk, b->pass.set, step) + path[step - 1] * a->bulk.from : p0_at(a, q);
         double weight = row[path[step] * (step ? a->bulk.to : a->p0.step)];
         add(&total, a->logarithms ? weight : logarithm(weight));
         add(&total, x_at(a, q, step)[path[step]]);
     }
-    a->log_norm[q] = steps ? value_of(total) : a->lossy[q] ? __builtin_nan("") : -__builtin_inf();
+    a->log_norm[q] = steps ? value_of(total) : a->flagged[q] ? __builtin_nan("") : -__builtin_inf();
 }
 
-/* `given`: a path ends in the state that is its last entry, or in the best one if that is negative. */
-static void best_backward(Best *b, int given) {
-    const Walk *w = &b->walk;
+/* `has_end`: a path ends in the state in its last entry, or in the best one if that is negative. */
+static void best_backward(Best *b, int has_end) {
+    const Pass *w = &b->pass;
     const Chain *a = w->a;
     if (a->one_matrix && a->steps > 1) read_log_matrix(b, 1);
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0);
         const real *message = best_message(b, 0, place, last);
-        int64_t state = given && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
-        int possible = !a->lossy[q] && message[state] > -INFINITE;
+        int64_t state = has_end && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
+        int possible = !a->flagged[q] && message[state] > -INFINITE;
         int64_t steps = end_path(a, q, possible, path);
         for (int64_t step = steps - 1; step >= 0; step--) {
             message = best_message(b, 0, place, step);
@@ -225,9 +225,9 @@ static void best_backward(Best *b, int given) {
 /* The `ranks` largest entries of a last message, the largest first, as choices; returns how many there are. */
 static int64_t last_choices(const Best *b, const real *message, real *values, whole *choices) {
     int64_t count = 0;
-    for (int64_t j = 0; j < b->walk.a->states; j++)
+    for (int64_t j = 0; j < b->pass.a->states; j++)
         for (int64_t r = 0; r < b->ranks; r++) {
-            real value = message[r * b->walk.width + j];
+            real value = message[r * b->pass.width + j];
             if (!(value > -INFINITE) || (count == b->ranks && !(value > values[count - 1]))) break;
             int64_t s = count < b->ranks ? count++ : count - 1;
             for (; s > 0 && value > values[s - 1]; s--) values[s] = values[s - 1], choices[s] = choices[s - 1];
@@ -237,35 +237,37 @@ static int64_t last_choices(const Best *b, const real *message, real *values, wh
 }
 
 static void ranks_backward(const Best *b, int64_t place) {
-    const Chain *a = b->walk.a;
-    int64_t q = sequence_of(&b->walk, place), last = steps_of(a, q) - 1;
+    const Chain *a = b->pass.a;
+    int64_t q = sequence_of(&b->pass, place), last = steps_of(a, q) - 1;
     whole *chosen = (whole *)(b->best + b->ranks * LANES);
     int64_t count = last_choices(b, best_message(b, 1, place, last), b->best, chosen);
     for (int64_t rank = 0; rank < b->ranks; rank++) {
         int64_t *path = path_of(a, q, rank), choice = chosen[rank];
-        for (int64_t step = end_path(a, q, rank < count && !a->lossy[q], path) - 1; step >= 0; step--) {
+        for (int64_t step = end_path(a, q, rank < count && !a->flagged[q], path) - 1; step >= 0; step--) {
             path[step] = choice / b->ranks;
-            if (step > 0) choice = choices_at(b, place, step)[choice % b->ranks * b->walk.width + path[step]];
+            if (step > 0) choice = choices_at(b, place, step)[choice % b->ranks * b->pass.width + path[step]];
         }
     }
 }
 
-/* `kept`: messages lie in `messages`, in the order of places. */
-static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)) {
+/* Runs `pass` on the places of each set; `in_messages`: messages are those of the caller, in the order of places. */
+static int64_t run_best(const Chain *a, int ranked, int in_messages, void pass(Best *)) {
     int64_t width = width_of(a), most = most_places(a, ranked ? 1 : GROUP);
-    Room room = {.begin = a->room};
-    Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->paths.ranks : 1, .read = -1};
-    b.logs = take_reals(&room, width * width), b.transposed = take_reals(&room, (a->one_matrix ? width : 1) * width);
-    b.walk.sums = take_reals(&room, (ranked ? b.ranks : GROUP) * width), b.walk.initial = take_reals(&room, width);
-    b.best = take_reals(&room, 2 * b.ranks * LANES);
-    if (!kept) b.messages = take_reals(&room, (ranked ? 2 : a->steps) * most * b.ranks * width);
-    if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * (int64_t)sizeof(whole));
-    if (!a->room) return room.bytes;
-    for (int64_t q = a->first; q < a->last; q += b.walk.count) {
-        enter_set(&b.walk, q, most);
-        b.pitch = kept ? a->sets * a->members : b.walk.count;
-        if (kept) b.messages = a->messages.data + q * width;
-        walk(&b);
+    Scratch scratch = {.begin = a->scratch};
+    Best b = {.pass = {.a = a, .width = width}, .ranks = ranked ? a->paths.ranks : 1, .read = -1};
+    b.logs = take_reals(&scratch, width * width);
+    b.transposed = take_reals(&scratch, (a->one_matrix ? width : 1) * width);
+    b.pass.sums = take_reals(&scratch, (ranked ? b.ranks : GROUP) * width);
+    b.pass.initial = take_reals(&scratch, width);
+    b.best = take_reals(&scratch, 2 * b.ranks * LANES);
+    if (!in_messages) b.messages = take_reals(&scratch, (ranked ? 2 : a->steps) * most * b.ranks * width);
+    if (ranked) b.choices = take(&scratch, a->steps * most * b.ranks * width * (int64_t)sizeof(whole));
+    if (!a->scratch) return scratch.bytes;
+    for (int64_t q = a->first; q < a->last; q += b.pass.count) {
+        enter_set(&b.pass, q, most);
+        b.pitch = in_messages ? a->sets * a->members : b.pass.count;
+        if (in_messages) b.messages = a->messages.data + q * width;
+        pass(&b);
     }
     return 0;
 }
@@ -273,11 +275,11 @@ static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)
 static void best_path(Best *b) { best_forward(b), best_backward(b, 0); }
 static void best_ranks(Best *b) {
     ranks_forward(b);
-    for (int64_t place = 0; place < b->walk.count; place++) ranks_backward(b, place);
+    for (int64_t place = 0; place < b->pass.count; place++) ranks_backward(b, place);
 }
-static void given_path(Best *b) { best_backward(b, 1); }
+static void path_to_end(Best *b) { best_backward(b, 1); }
 
-EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, 0, best_path); }
-EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return each_best(a, 1, 0, best_ranks); }
-EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, 1, best_forward); }
-EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, 1, given_path); }
+EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return run_best(a, 0, 0, best_path); }
+EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return run_best(a, 1, 0, best_ranks); }
+EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return run_best(a, 0, 1, best_forward); }
+EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return run_best(a, 0, 1, path_to_end); }

@@ -36,12 +36,9 @@ INLINE real *state_of(const Weigh *a, int64_t q) { return a->state + a->step % a
 static void weigh_row(const Weigh *a, int64_t q, int64_t place) {
     int64_t c = a->states;
     const real *x = x_of(a, q);
-    real *s = state_of(a, q), top, factor, floor = (real)a->floor;
+    real *s = state_of(a, q), top = top_of(x, c), factor, floor = (real)a->floor;
     const real *u = a->sums + q * c;
-    reals high = splat(-INFINITE);
     naturals least = (naturals){0} - 1, most = {0}, peak = {0};
-    for (int64_t j = 0; j < c; j += LANES) high = larger(high, read_some(x + j, 1, c - j, -INFINITE));
-    top = largest(high), top = top == -INFINITE ? 0 : top;
     for (int64_t j = 0; j < c; j += LANES) {
         reals sum = read_some(u + j, 1, c - j, 0), potential = read_some(x + j, 1, c - j, -INFINITE);
         reals product = sum * exponential(potential - top, NO_TAIL);

@@ -24,10 +24,10 @@ def compile_program(target: build.Target, level: str, into: Path) -> list[str]:
         pytest.skip(f"no {target.triple} here: needs Linux, and qemu-user for another CPU")
     file = into / f"program-{level}"
     source = Path(__file__).parent / "c" / "program.c"
-    build.compile_c(target, level, into, "-c", *build.SOURCES)
+    units = build.compile_units(target, level, into)
     architecture = target.triple.partition("-")[0]
     command = [sys.executable, "-m", "ziglang", "cc", "-target", f"{architecture}-linux-musl", "-O2", "-static"]
-    subprocess.run([*command, source, *into.glob("*.o"), "-o", file], check=True)
+    subprocess.run([*command, source, *units, "-o", file], cwd=into, check=True)
     return [qemu, str(file)] if emulated else [str(file)]
 
 

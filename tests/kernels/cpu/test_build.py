@@ -174,11 +174,11 @@ def chain_of(dtype, c, steps=7, members=3):
     empty = functools.partial(np.zeros, dtype=dtype)
     buffers = {
         "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
-        "log_norm": np.zeros(members), "lossy": np.zeros(members, np.uint8),
+        "log_norm": np.zeros(members), "flagged": np.zeros(members, np.uint8),
         "uncounted": np.zeros(members, np.int64),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
         "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
-        "room": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64), **places,
+        "scratch": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64), **places,
     }  # fmt: skip
     return arguments, buffers
 
@@ -190,12 +190,12 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
     for dtype, c in itertools.product((np.float32, np.float64), (1, 3, 17)):
         bits = np.dtype(dtype).itemsize * 8
         arguments, buffers = chain_of(dtype, c)
-        for function in ("forward", "redo_forward", "backward", "redo_backward", "messages"):
+        for function in ("forward", "recompute_forward", "backward", "recompute_backward", "messages"):
             buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
         x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
         chain = x.swapaxes(0, 1), bulk[None], np.ones(c)
         truth, messages = reference.marginals(*chain), reference.forward_backward(*chain)
-        assert buffers["lossy"].tolist()[::2] == [0, 0]
+        assert buffers["flagged"].tolist()[::2] == [0, 0]
         for found, exact in (
             (buffers["log_norm"], truth.log_norm),
             (buffers["grad_x"], truth.states.swapaxes(0, 1)),
@@ -240,7 +240,7 @@ def test_level_is_what_torch_finds(capability, monkeypatch):
 def test_a_missing_library_says_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
-    with pytest.raises(ImportError, match=r"logchain-\S+: expected beside library.py, .* python kernels/cpu/build.py"):
+    with pytest.raises(ImportError, match=r"logchain-\S+: expected next to library.py, .* python kernels/cpu/build.py"):
         library.library()
 
 

@@ -48,7 +48,7 @@ def denormal_memory(monkeypatch):
         return out
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(template, "_rooms", [])
+    monkeypatch.setattr(template, "_free_scratch", [])
 
 
 def uses_denormals(call) -> bool:

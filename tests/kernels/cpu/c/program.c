@@ -8,7 +8,8 @@
 #include <string.h>
 
 #define EACH(of) \
-    of(forward) of(backward) of(redo_forward) of(redo_backward) of(messages) of(viterbi) of(topk_paths) of(sample)
+    of(forward) of(backward) of(recompute_forward) of(recompute_backward) of(messages) of(viterbi) of(topk_paths) \
+    of(sample)
 #define DECLARED(name)                       \
     int64_t logchain_##name##32(const void *); \
     int64_t logchain_##name##64(const void *);
