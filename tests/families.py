@@ -3,22 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import pytest
 import torch
 
 INF = float("inf")
-
-# Every two of these choices meet in every way: for schedules and devices beside `product` itself, which sees all eight.
-PAIRS = pytest.mark.parametrize(
-    ("dtype", "each", "log"),
-    [
-        (torch.float32, False, False),
-        (torch.float32, True, True),
-        (torch.float64, False, True),
-        (torch.float64, True, False),
-    ],
-    ids=["float32", "float32-each-log_params", "float64-log_params", "float64-each"],
-)
 
 
 class Chain(NamedTuple):
@@ -40,34 +27,26 @@ class Chain(NamedTuple):
         return Chain(self.x, bulk.to(self.bulk.dtype), p0.to(self.p0.dtype), True)
 
 
-# weights, and logarithms, so far from 1 that a logarithm is rounded by more than the contract allows: all have it
-FAR = pytest.mark.parametrize(
-    ("far", "log"), [(1e-300, False), (1e307, False), (-1e4, True), (1e5, True)], ids=["tiny", "huge", "-1e4", "1e5"]
-)
+class Numbers:
+    """Seeded float64 numbers."""
 
-
-def far_from_one(part: str, far: float, log: bool, **sizes) -> Chain:
-    """A dense float64 chain whose weights in one operand are multiplied by `far`, or have it added as logarithms."""
-    chain = dense(torch.float64, **sizes)
-    if log:
-        chain = chain.logs()
-        return chain._replace(**{part: getattr(chain, part) + far})
-    return chain._replace(**{part: getattr(chain, part) * far})
-
-
-class Draw:
-    """Seeded float64 numbers and the sizes of one problem: batch [3, 2], a bulk for all sequences or for each."""
-
-    def __init__(self, seed: int, n: int, t: int, v: int, c: int, each: bool):
+    def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
-        self.v, self.c = v, c
-        self.batch, self.bulk_batch = (n, t), (n, t) if each else (1, 1)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
     def uniform(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
+
+
+class Draw(Numbers):
+    """Numbers and the sizes of one problem: batch [3, 2], a bulk for all sequences or for each."""
+
+    def __init__(self, seed: int, n: int, t: int, v: int, c: int, each: bool):
+        super().__init__(seed)
+        self.v, self.c = v, c
+        self.batch, self.bulk_batch = (n, t), (n, t) if each else (1, 1)
 
     def x(self, scale: float = 1.0) -> torch.Tensor:
         return scale * self.normal(*self.batch, self.v, self.c)

@@ -18,53 +18,54 @@ from tests import oracle
 from tests.backends import on, parameter
 from tests.conftest import ON_GPU
 from tests.contract import TENSOR_CORES, assert_gradient, assert_values, gradient_bound, poisoned_memory, value_bound
+from tests.families import Numbers
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 
 
-def dense(normal, uniform, m, k, n):
-    return normal(m, k), normal(k, n)
+def dense(draw, m, k, n):
+    return draw.normal(m, k), draw.normal(k, n)
 
 
-def gaps(normal, uniform, m, k, n):
+def gaps(draw, m, k, n):
     """Entries hundreds of nats apart: few terms matter, and rarely those at both maxima."""
-    return 250.0 * normal(m, k), 250.0 * normal(k, n)
+    return 250.0 * draw.normal(m, k), 250.0 * draw.normal(k, n)
 
 
-def misaligned(normal, uniform, m, k, n, depth=200.0):
+def misaligned(draw, m, k, n, depth=200.0):
     """Rows fall by 200 nats where columns climb by 200."""
     slope = -depth * torch.linspace(0, 1, k, dtype=F64)
-    return slope + 0.1 * normal(m, k), slope.flip(0)[:, None] + 0.1 * normal(k, n)
+    return slope + 0.1 * draw.normal(m, k), slope.flip(0)[:, None] + 0.1 * draw.normal(k, n)
 
 
-def abyss(normal, uniform, m, k, n):
+def abyss(draw, m, k, n):
     """Misaligned by more than the range of float64."""
-    return misaligned(normal, uniform, m, k, n, depth=1000.0)
+    return misaligned(draw, m, k, n, depth=1000.0)
 
 
-def just_representable(normal, uniform, m, k, n):
+def just_representable(draw, m, k, n):
     """Dominant terms 40 to 130 nats below both maxima: on both sides of what a shifted float32 sum can hold."""
     depth = torch.linspace(40, 130, m, dtype=F64)[:, None]
-    a = torch.cat([torch.zeros(m, 1, dtype=F64), normal(m, k - 1) - depth], 1) if k > 1 else normal(m, 1)
-    b = torch.cat([torch.full((1, n), -INF, dtype=F64), normal(k - 1, n)], 0) if k > 1 else normal(1, n)
+    a = torch.cat([torch.zeros(m, 1, dtype=F64), draw.normal(m, k - 1) - depth], 1) if k > 1 else draw.normal(m, 1)
+    b = torch.cat([torch.full((1, n), -INF, dtype=F64), draw.normal(k - 1, n)], 0) if k > 1 else draw.normal(1, n)
     return a, b
 
 
-def sparse(normal, uniform, m, k, n):
-    a, b = 20.0 * normal(m, k), 20.0 * normal(k, n)
-    return torch.where(uniform(m, k) < 0.7, -INF, a), torch.where(uniform(k, n) < 0.7, -INF, b)
+def sparse(draw, m, k, n):
+    a, b = 20.0 * draw.normal(m, k), 20.0 * draw.normal(k, n)
+    return torch.where(draw.uniform(m, k) < 0.7, -INF, a), torch.where(draw.uniform(k, n) < 0.7, -INF, b)
 
 
-def dead(normal, uniform, m, k, n):
+def dead(draw, m, k, n):
     """A row, a column and an inner index without any finite entry."""
-    a, b = normal(m, k), normal(k, n)
+    a, b = draw.normal(m, k), draw.normal(k, n)
     a[0], b[:, -1], a[:, k // 2], b[k // 2] = -INF, -INF, -INF, -INF
     return a, b
 
 
-def offsets(normal, uniform, m, k, n):
-    return normal(m, k) + 1e4 * torch.arange(m)[:, None], normal(k, n) - 3e4
+def offsets(draw, m, k, n):
+    return draw.normal(m, k) + 1e4 * torch.arange(m)[:, None], draw.normal(k, n) - 3e4
 
 
 CASES = [dense, gaps, misaligned, abyss, just_representable, sparse, dead, offsets]
@@ -72,10 +73,7 @@ SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 33, 40), (1, 1, 1)
 
 
 def draw(case, sizes, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
-    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=F64)  # noqa: E731
-    a, b = case(normal, uniform, *sizes)
+    a, b = case(Numbers(seed), *sizes)
     return a.to(dtype), b.to(dtype)
 
 

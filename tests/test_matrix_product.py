@@ -18,7 +18,6 @@ from tests.backends import on, parameter
 from tests.contract import TENSOR_CORES, assert_values, gradient_bound, poisoned_memory, value_bound
 from tests.layouts import STRANGE, relaid
 from tests.stacks import BOTH, FAMILIES, Truth, assert_contract, draw, normal
-from tests.stacks import backend as backend
 
 F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
 INF, NAN = float("inf"), float("nan")

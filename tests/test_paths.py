@@ -8,7 +8,6 @@ from scipy import stats
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.backends import on
 from tests.best_paths import numbers, small
 from tests.contract import assert_values, poisoned_memory, value_bound
 from tests.families import FAMILIES, LARGE, Chain, Draw, dense
@@ -17,12 +16,6 @@ from tests.seeded import seeded
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(params=["cpu", "plain"])
-def backend(request):
-    with on(request.param):
-        yield request.param
 
 
 BOTH = pytest.mark.usefixtures("backend")

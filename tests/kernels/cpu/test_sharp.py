@@ -160,15 +160,11 @@ def test_mode_of_the_caller_stays(kind, flushed):
     assert denormals_vanish() == flushed
 
 
-def test_modes_of_all_threads_stay():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        x, bulk = 30 * torch.randn(64, 200, 40), uniform(199, 40, 40, dtype=torch.float32)
-        gradients(x, bulk, uniform(40, dtype=torch.float32))
-        assert not denormals_vanish(1_000_000)
-    finally:
-        torch.set_num_threads(threads)
+def test_modes_of_all_threads_stay(set_threads):
+    set_threads(2)
+    x, bulk = 30 * torch.randn(64, 200, 40), uniform(199, 40, 40, dtype=torch.float32)
+    gradients(x, bulk, uniform(40, dtype=torch.float32))
+    assert not denormals_vanish(1_000_000)
 
 
 def test_a_message_far_below_the_largest_has_no_rounding_error_of_that():
