@@ -41,36 +41,29 @@ class Expected:
 
     def check(self, found: Found) -> None:
         """Every output is within its bound."""
-        for name in found:
-            getattr(self, name)(found)
-
-    def log_norm(self, found: Found) -> None:
-        value = found["log_norm"]
-        assert value.dtype == self.truth.dtype
-        assert_values(value, self.truth.log_norm, self.truth.value_bound(value.dtype, self.k))
-
-    def states(self, found: Found) -> None:
-        self._posteriors(found["states"], self.truth.states, self.truth.reach.states)
-
-    def transitions(self, found: Found) -> None:
-        self._posteriors(found["transitions"], self.truth.transitions, self.truth.reach.transitions)
-
-    def counts(self, found: Found) -> None:
-        exact, shape = self.truth.transitions, tuple(self.chain.bulk.shape)
-        arrays = exact, self.truth.reach.transitions, self.truth.gradient_bound(exact, self.k)
-        assert_posteriors(found["counts"], *(sum_to(array, shape) for array in arrays))
-
-    def filtered(self, found: Found) -> None:
-        self._prefixes(found["filtered"], 0)
-
-    def smoothed(self, found: Found) -> None:
-        self._prefixes(found["smoothed"], LAG)
-
-    def forward(self, found: Found) -> None:
-        self._messages(found["forward"], "forward")
-
-    def backward(self, found: Found) -> None:
-        self._messages(found["backward"], "backward")
+        truth = self.truth
+        for name, output in found.items():
+            match name:
+                case "log_norm":
+                    assert output.dtype == truth.dtype
+                    assert_values(output, truth.log_norm, truth.value_bound(output.dtype, self.k))
+                case "states" | "transitions":
+                    exact = getattr(truth, name)
+                    assert_posteriors(output, exact, getattr(truth.reach, name), truth.gradient_bound(exact, self.k))
+                case "counts":
+                    exact, shape = truth.transitions, tuple(self.chain.bulk.shape)
+                    arrays = exact, truth.reach.transitions, truth.gradient_bound(exact, self.k)
+                    assert_posteriors(output, *(sum_to(array, shape) for array in arrays))
+                case "filtered" | "smoothed":
+                    self.prefixes(output, 0 if name == "filtered" else LAG)
+                case "forward" | "backward":
+                    self.messages(output, name)
+                case "maximum":
+                    assert_values(output, self._best.score, self._best.bound)
+                case "score" | "scores":  # which are checked with their paths
+                    assert output.dtype == truth.dtype
+                case _:
+                    getattr(self, name)(found)
 
     def entropy(self, found: Found) -> None:
         # log Z - E[log w]: the first is off by the mean of errors of paths' log-weights, all of which the contract
@@ -111,12 +104,6 @@ class Expected:
             assert_values(score, exact, known.bound)
             assert_values(score, own, ulp(own, score.dtype) + 2.0**-50 * size)
 
-    def maximum(self, found: Found) -> None:
-        assert_values(found["maximum"], self._best.score, self._best.bound)
-
-    def score(self, found: Found) -> None:
-        assert found["score"].dtype == self.truth.dtype  # its value is checked with the path
-
     def paths(self, found: Found) -> None:
         """Different paths in falling order, each worth its score, and none better."""
         scores, states = found["scores"], found["paths"].movedim(-1, -2)
@@ -132,9 +119,6 @@ class Expected:
             possible = [tuple(path) for path in some if path[0] >= 0]
             assert len(set(possible)) == len(possible)
 
-    def scores(self, found: Found) -> None:
-        assert found["scores"].dtype == self.truth.dtype  # their values are checked with the paths
-
     @functools.cached_property
     def _best(self):
         return truth_of(self.chain, self._options["lengths"])
@@ -144,17 +128,14 @@ class Expected:
         norm = self.truth.log_norm
         return np.maximum(1.0, np.abs(np.where(np.isfinite(norm), norm, 0.0)))
 
-    def _posteriors(self, found: torch.Tensor, exact: np.ndarray, reach: np.ndarray) -> None:
-        assert_posteriors(found, exact, reach, self.truth.gradient_bound(exact, self.k))
-
-    def _prefixes(self, found: torch.Tensor, lag: int) -> None:
+    def prefixes(self, found: torch.Tensor, lag: int) -> None:
         forward = reference.forward_backward(*numbers(self.chain), **self._options).forward
         # the reference is good to float64 at the size of its messages
         rounding = 2.0**-50 * float(np.abs(forward[np.isfinite(forward)]).max(initial=1.0))
         exact, reach = prefixes(self.chain, lag), prefixes(reachable(self.chain), lag)
         assert_posteriors(found, exact, reach, self.truth.gradient_bound(exact, self.k) + rounding)
 
-    def _messages(self, found: torch.Tensor, name: str) -> None:
+    def messages(self, found: torch.Tensor, name: str) -> None:
         """Each entry is a log-partition of its own: as exact as one, however far below the others."""
         exact = self._stored.get(name)
         if exact is None:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import logchain
+from tests.autograd.test_derivatives import pairwise
 from tests.families import FAMILIES
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS, floating
 from tests.test_contract import leaves
@@ -52,41 +53,36 @@ CHAINS = list(chains())
 IDS = [name for name, *_ in CHAINS]
 
 
-def test_opcheck_of_chains():
-    _, chain, lengths = CHAINS[IDS.index("lengths")]
-    x, bulk, p0 = leaves(chain)
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True, 1, 0))
+@pytest.mark.parametrize(("name", "v", "segments"), [("dense", 4, (1, 0)), ("left_to_right", 6, (3, 2))])
+def test_opcheck_of_log_norm(name, v, segments):
+    operands = x, bulk, p0 = leaves(FAMILIES[name](F64, v=v, c=3))
+    lengths, log = torch.tensor([[v, v], [1, 2], [3, 1]]), False
+    torch.library.opcheck(OPS.log_norm.default, (*operands, lengths, log, True, *segments))
     with torch.no_grad():
-        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True, 1, 0)
+        torch.library.opcheck(OPS.log_norm.default, (*operands, lengths, log, False, *segments))
+        kept = OPS.log_norm(*operands, lengths, log, True, *segments)
     grad = torch.randn_like(kept[0]).requires_grad_()
     for by_log in (False, True):
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True, 1, 0)
+        arguments = (grad, *operands, lengths, *kept, log, by_log, True, True, True, *segments)
         torch.library.opcheck(OPS.log_norm_backward.default, arguments)
-        along = [torch.randn_like(operand) for operand in (x, bulk, p0)]
-        arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
+        along = [torch.randn_like(operand) for operand in operands]
         with torch.no_grad():
-            torch.library.opcheck(OPS.log_norm_second.default, (grad, *arguments))
-    torch.library.opcheck(OPS.messages.default, (x, bulk, p0, lengths, chain.log_params))
+            arguments = (grad, *operands, lengths, *along, log, by_log)
+            torch.library.opcheck(OPS.log_norm_second.default, arguments)
     with torch.no_grad():
-        found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
-        arguments = (*map(torch.randn_like, found), x, bulk, p0, lengths, chain.log_params)
-        torch.library.opcheck(OPS.messages_backward.default, arguments)
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1, 0)
+        arguments = (grad, *operands, lengths, *kept, log, False, True, False, False, *segments)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
-        for k in (None, 2):
-            torch.library.opcheck(OPS.best_paths.default, (*chain[:3], lengths, chain.log_params, k))
 
 
-def test_opcheck_of_segments():
-    x, bulk, p0 = leaves(FAMILIES["left_to_right"](F64, v=6, c=3))
-    lengths = torch.tensor([[6, 6], [1, 2], [3, 1]])
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, True, 3, 2))
+def test_opcheck_of_messages_and_best_paths():
+    _, chain, lengths = CHAINS[IDS.index("lengths")]
+    arguments = (*leaves(chain), lengths, chain.log_params)
+    torch.library.opcheck(OPS.messages.default, arguments)
     with torch.no_grad():
-        torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, False, 3, 2))
-        kept = OPS.log_norm(x, bulk, p0, lengths, False, True, 3, 2)
-    grad = torch.randn_like(kept[0]).requires_grad_()
-    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, 3, 2)
-    torch.library.opcheck(OPS.log_norm_backward.default, arguments)
+        found = OPS.messages(*arguments)
+        torch.library.opcheck(OPS.messages_backward.default, (*map(torch.randn_like, found), *arguments))
+        for k in (None, 2):
+            torch.library.opcheck(OPS.best_paths.default, (*arguments, k))
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 5), (1, 1, 1, 1)], ids=str)
@@ -243,14 +239,7 @@ NESTED |= {
 def test_nested_transforms_agree_with_the_definition(nested):
     x, bulk, p0, _ = FAMILIES["dense"](F64, n=2, t=2, v=3, c=2)
     operands = (x, bulk[0, 0].log(), p0[0, 0].log())
-
-    def definition(x, bulk, p0):
-        message = p0 + x[..., 0, :]
-        for i in range(1, x.shape[-2]):
-            message = torch.logsumexp(message[..., :, None] + bulk[min(i, len(bulk)) - 1], -2) + x[..., i, :]
-        return torch.logsumexp(message, -1)
-
-    functions = definition, lambda *o: logchain.product(*o, log_params=True)
+    functions = pairwise, lambda *o: logchain.product(*o, log_params=True)
     expected, results = (NESTED[nested](function) for function in functions)
     for one, other in zip(tree_leaves(results(*operands)), tree_leaves(expected(*operands)), strict=True):
         torch.testing.assert_close(one, other)
