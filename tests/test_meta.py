@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import logchain
 from logchain import transitions
-from tests.subjects import OTHERS, STRATEGIES, STRUCTURES
+from tests.subjects import OTHERS, STRATEGIES
+from tests.transitions.structures import MAKE, WITH_PATHS, C, numbers
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -19,7 +20,6 @@ del FUNCTIONS["stream"]
 FUNCTIONS |= {"product": logchain.product, "sample": lambda *o, **k: logchain.sample(*o, 5, **k)}
 # what a structure answers too
 OF_STRUCTURES = [name for name in FUNCTIONS if name not in ("divergence", "total")]
-PATHS = "viterbi", "topk_paths"
 
 
 def chain(dtype=F32, *, v=6, c=4, batch=(3, 2), each=False, log=False) -> list[Tensor]:
@@ -93,15 +93,14 @@ def test_schedules_have_the_shapes_of_a_cpu(strategy):
 @pytest.mark.parametrize("function", OF_STRUCTURES)
 def test_structures_have_the_shapes_of_a_cpu(function, lengths):
     """One structure for each function and choice of lengths, in turn."""
-    x, bulk, p0 = (t.detach() for t in chain(batch=(3,), each=bool(lengths)))
-    kinds = [kind for kind, make in STRUCTURES.items() if not (function in PATHS and make(bulk, False).sums)]
-    make = STRUCTURES[kinds[(OF_STRUCTURES.index(function) + 3 * bool(lengths)) % len(kinds)]]
-    whole = make(bulk, False)
-    operands = [t.detach().requires_grad_() for t in (x, p0, *whole.parameters)]
+    kinds = WITH_PATHS if function in ("viterbi", "topk_paths") else list(MAKE)
+    make = MAKE[kinds[(OF_STRUCTURES.index(function) + 3 * bool(lengths)) % len(kinds)]]
+    (x, _, p0), whole = chain(c=C, batch=(3,)), make(numbers(0), 5 if lengths else 1)
+    operands = [x, p0, *(t.requires_grad_() for t in whole.parameters)]
 
     def run(x, p0, *parameters):
         # the indices of arcs have to be without values, too
-        like = whole if x.device.type == "meta" or type(x) is Tensor else make(torch.ones(bulk.shape), False)
+        like = whole if x.device.type == "meta" or type(x) is Tensor else make(torch.ones)
         return FUNCTIONS[function](x, like.with_parameters(*parameters), p0, lengths=lengths)
 
     without_values(run, operands)
