@@ -6,6 +6,7 @@ Processors mark in a register that an operand was denormal: tests clear the mark
 import ctypes
 import platform
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ CHAINS = {
 }
 
 
+def drawn(kind, dtype):
+    """x ~ N(0, 1), matrices and p0 of a kind."""
+    n, v, c, make = CHAINS[kind]
+    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    return x, make(dtype), uniform(c, dtype=dtype)
+
+
 def gradients(x, bulk, p0):
     """Of x and, where they are tensors, of the others."""
     leaves = [t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in (x, bulk, p0)]
@@ -123,11 +131,9 @@ MET = [
 @BOTH
 @pytest.mark.parametrize(("kind", "query", "level"), MET, indirect=["level"])
 def test_sharp_emissions_meet_no_denormal_operand(kind, query, level, dtype):
-    n, v, c, make = CHAINS[kind]
-    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
-    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    x, bulk, p0 = drawn(kind, dtype)
     for sharpness in (1, 10, 30, 100):
-        assert not uses_denormals(lambda: QUERIES[query](sharpness * x, bulk, p0)), f"x ~ {sharpness} N(0, 1)"  # noqa: B023
+        assert not uses_denormals(partial(QUERIES[query], sharpness * x, bulk, p0)), f"x ~ {sharpness} N(0, 1)"
 
 
 @READS
@@ -154,9 +160,8 @@ def denormals_vanish(count: int = 1) -> bool:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_mode_of_the_caller_stays(kind, flushed):
-    n, v, c, make = CHAINS[kind]
-    x, bulk, p0 = 30 * torch.randn(n, v, c), make(torch.float32), uniform(c, dtype=torch.float32)
-    gradients(x, bulk, p0)
+    x, bulk, p0 = drawn(kind, torch.float32)
+    gradients(30 * x, bulk, p0)
     assert denormals_vanish() == flushed
 
 
@@ -196,10 +201,8 @@ def test_stretches_with_sharp_emissions_are_not_recomputed(c, each, sharpness, d
 @pytest.mark.parametrize(("beside", "exponent"), [("alike", -110), ("alike", 90), ("ones", -50), ("ones", -70)])
 def test_gradients_keep_their_digits_under_any_weight(beside, exponent, kind, dtype):
     """Weights that make gradients denormal numbers, or huge ones, beside others like them or beside ones."""
-    n, v, c, make = CHAINS[kind]
-    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
-    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    size = 2.0**exponent
+    x, bulk, p0 = drawn(kind, dtype)
+    (n, v, c), size = x.shape, 2.0**exponent
     weight = torch.full((n,), size if beside == "alike" else 1.0, dtype=dtype)
     weight[0] = size
 
