@@ -8,10 +8,7 @@ import torch
 
 from logchain import reference
 from tests.contract import value_bound
-from tests.families import Chain, Draw
-
-F64 = torch.float64
-INF = float("inf")
+from tests.families import F64, INF, Chain, Draw
 
 
 def numbers(chain: Chain) -> list[np.ndarray]:

@@ -14,10 +14,9 @@ from logchain import reference
 from tests import oracle
 from tests.best_paths import numbers, truth_of, weigh
 from tests.contract import Truth, assert_values, of_steps, sum_to, ulp
-from tests.families import FAMILIES, LARGE, Chain
+from tests.families import F32, F64, FAMILIES, LARGE, Chain
 from tests.subjects import LAG, RANKS, Found, other_chain
 
-F32, F64 = torch.float32, torch.float64
 FILE = Path(__file__).with_name("truths.npz")
 
 

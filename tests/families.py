@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-INF = float("inf")
+F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
 
 
 class Chain(NamedTuple):

@@ -2,9 +2,7 @@
 
 import torch
 
-from tests.families import Chain, Draw
-
-NAN = float("nan")
+from tests.families import NAN, Chain, Draw
 
 # batch axes of x, of bulk and of p0
 BATCHES = [

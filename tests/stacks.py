@@ -10,10 +10,8 @@ import logchain
 from logchain import reference
 from tests import oracle
 from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
-from tests.families import Numbers
+from tests.families import F32, F64, INF, Numbers
 
-F32, F64 = torch.float32, torch.float64
-INF = float("inf")
 BOTH = logchain.matrix_product, logchain.prefix_products
 
 

@@ -12,11 +12,10 @@ import logchain
 from logchain import transitions
 from logchain.kernels import weights
 from tests.contract import poisoned_memory
-from tests.families import FAMILIES
+from tests.families import FAMILIES, INF, NAN
 from tests.seeded import seeded
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
 
-NAN, INF = float("nan"), float("inf")
 ones, zeros = torch.ones, torch.zeros
 
 

@@ -10,9 +10,8 @@ import logchain
 from logchain import reference
 from tests import oracle
 from tests.contract import Truth, assert_values, ulp, unit, value_bound
-from tests.families import FAMILIES, LARGE, Chain
+from tests.families import F32, F64, FAMILIES, LARGE, Chain
 
-F32, F64 = torch.float32, torch.float64
 BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 LOG = pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
 # large ones are too much for decimals

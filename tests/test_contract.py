@@ -10,11 +10,10 @@ from tests.backends import on, parameter
 from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, poisoned_memory
 from tests.expected import Expected, expected
-from tests.families import FAMILIES, LARGE, Chain, dense
+from tests.families import F32, F64, FAMILIES, LARGE, Chain, dense
 from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
 from tests.subjects import PRODUCTS, SUBJECTS, Found, floating
 
-F32, F64 = torch.float32, torch.float64
 # of dtype, `each` and `log`: every two of them meet in every way
 CHOICES = [(F32, False, False), (F32, True, True), (F64, False, True), (F64, True, False)]
 

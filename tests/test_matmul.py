@@ -18,10 +18,7 @@ from tests import oracle
 from tests.backends import on, parameter
 from tests.conftest import ON_GPU
 from tests.contract import TENSOR_CORES, assert_gradient, assert_values, gradient_bound, poisoned_memory, value_bound
-from tests.families import Numbers
-
-F32, F64 = torch.float32, torch.float64
-INF, NAN = float("inf"), float("nan")
+from tests.families import F32, F64, INF, NAN, Numbers
 
 
 def dense(draw, m, k, n):

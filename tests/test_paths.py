@@ -10,13 +10,9 @@ from logchain import reference
 from tests import oracle
 from tests.best_paths import numbers, small
 from tests.contract import assert_values, poisoned_memory, value_bound
-from tests.families import FAMILIES, LARGE, Chain, Draw, dense
+from tests.families import F32, F64, FAMILIES, INF, LARGE, NAN, Chain, Draw, dense
 from tests.layouts import BATCHES, STEPS, broadcast, poisoned
 from tests.seeded import seeded
-
-F32, F64 = torch.float32, torch.float64
-INF, NAN = float("inf"), float("nan")
-
 
 BOTH = pytest.mark.usefixtures("backend")
 

@@ -5,9 +5,8 @@ import pytest
 
 from logchain import reference
 from tests import oracle
-from tests.families import FAMILIES, LARGE
+from tests.families import FAMILIES, INF, LARGE
 
-INF = float("inf")
 ENUMERABLE = {"v": 5, "c": 3, "n": 2}
 FIXED = ("v1", "v2", "v3", "c1", "c301", "far_start1")
 

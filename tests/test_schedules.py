@@ -9,11 +9,9 @@ from logchain import reference
 from tests import families
 from tests.backends import on, parameter
 from tests.contract import TENSOR_CORES, assert_contract, assert_values, value_bound
-from tests.families import Chain, Draw
+from tests.families import F32, F64, Chain, Draw
 from tests.kernels.cpu import adversary
 from tests.subjects import STRATEGIES
-
-F32, F64 = torch.float32, torch.float64
 
 
 def dense(c: int) -> torch.Tensor:

@@ -16,12 +16,11 @@ from logchain.memory import peak_bytes
 from logchain.stream import Stream
 from tests.contract import Truth, assert_values
 from tests.expected import prefixes
-from tests.families import FAMILIES, Chain
+from tests.families import FAMILIES, INF, NAN, Chain
 from tests.subjects import division, each_step, joined, steps_from, streamed
 from tests.transitions.structures import MAKE, C, numbers
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-NAN, INF = float("nan"), float("inf")
 
 
 def test_a_state_below_p0_counts_for_short_members():

@@ -7,9 +7,8 @@ import torch
 import logchain
 from tests import contract
 from tests.contract import Truth
-from tests.families import FAMILIES
+from tests.families import F32, F64, FAMILIES
 
-F32, F64 = torch.float32, torch.float64
 SMALL = {"v": 4, "c": 3, "n": 2, "t": 1}
 
 

@@ -8,12 +8,11 @@ from torch.utils._pytree import tree_leaves
 
 import logchain
 from tests.autograd.test_derivatives import pairwise
-from tests.families import FAMILIES
+from tests.families import F32, F64, FAMILIES
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS, floating
 from tests.test_contract import leaves
 
 OPS = torch.ops.logchain
-F32, F64 = torch.float32, torch.float64
 
 
 def as_tuple(name):

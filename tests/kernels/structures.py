@@ -12,9 +12,8 @@ import logchain
 from logchain import reference, transitions
 from tests.backends import on
 from tests.contract import assert_values, poisoned_memory, sum_to, ulp, unit
+from tests.families import F32, F64, INF
 
-F32, F64 = torch.float32, torch.float64
-INF = float("inf")
 FACTORS = transitions.LowRank, transitions.BlockDiagonal, transitions.Monarch, transitions.Kronecker
 
 

@@ -16,11 +16,9 @@ from logchain.kernels.plain import sample as sample_plainly
 from logchain.kernels.plain import viterbi
 from tests.backends import on
 from tests.contract import poisoned_memory
-from tests.families import FAMILIES
+from tests.families import F32, F64, FAMILIES, INF
 from tests.seeded import seeded
 
-F32, F64 = torch.float32, torch.float64
-INF = float("inf")
 QUERIES = pytest.mark.parametrize("query", ["viterbi", "topk_paths", "sample"])
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "cpu"])
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.families import FAMILIES, dense
-
-F32 = torch.float32
+from tests.families import F32, FAMILIES, dense
 
 
 def run(function: Callable, operands: list[Tensor], **options) -> list[Tensor]:

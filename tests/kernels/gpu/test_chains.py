@@ -12,7 +12,7 @@ from tests.backends import on
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, poisoned_memory
 from tests.expected import Expected
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.families import FAMILIES, INF, NAN, Chain, Draw, dense
 from tests.layouts import relaid
 from tests.subjects import SUBJECTS
 
@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 from logchain.kernels.gpu import chains
 
 F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
-INF, NAN = float("inf"), float("nan")
 
 check = partial(assert_contract, k=K)
 
