@@ -59,6 +59,10 @@ def depth(messages: np.ndarray, posteriors: np.ndarray) -> np.ndarray:
     return np.where(matters, top - np.where(matters, messages, 0.0), 0.0).max((-2, -1), initial=0.0)
 
 
+def numbers(chain: Chain) -> list[np.ndarray]:
+    return [operand.detach().double().numpy() for operand in chain[:3]]
+
+
 class Truth:
     """Values, posteriors and bounds of one chain: float64 reference, or decimals where the arithmetic is float64."""
 
@@ -67,7 +71,7 @@ class Truth:
 
         There the truth is the reference's in any dtype, bounds include its rounding, and gradients may overflow.
         """
-        x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])
+        x, bulk, p0 = numbers(chain)
         options = {"log_params": chain.log_params, "lengths": lengths}
         self.dtype = torch.float64 if torch.float64 in (t.dtype for t in chain[:3]) else torch.float32
         find = oracle.chain if self.dtype == torch.float64 and not edges else reference.marginals

@@ -5,16 +5,17 @@
 
 import functools
 import itertools
+import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from logchain import reference
 from tests import oracle
-from tests.best_paths import numbers, truth_of, weigh
-from tests.contract import Truth, assert_values, of_steps, sum_to, ulp
-from tests.families import F32, F64, FAMILIES, LARGE, Chain
+from tests.contract import Truth, assert_values, numbers, of_steps, sum_to, ulp, value_bound
+from tests.families import F32, F64, FAMILIES, INF, LARGE, Chain
 from tests.subjects import LAG, RANKS, Found, other_chain
 
 FILE = Path(__file__).with_name("truths.npz")
@@ -120,7 +121,7 @@ class Expected:
 
     @functools.cached_property
     def _best(self):
-        return truth_of(self.chain, self._options["lengths"])
+        return best_paths(self.chain, self._options["lengths"])
 
     def _size(self) -> np.ndarray:
         """|log Z| [*B], or 1."""
@@ -174,9 +175,42 @@ def reachable(chain: Chain) -> Chain:
     return Chain(torch.where(x.isneginf(), x, 0.0), bulk, p0)
 
 
-def family(name: str, dtype: torch.dtype, each: bool, log: bool) -> Chain:
-    chain = FAMILIES[name](dtype, each=each, **sizes(name, dtype, each))
-    return chain.logs() if log else chain
+def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The weight of each path of states [*B, v], added without rounding, and the sum of the logarithms' sizes."""
+    (x, bulk, p0), batch = numbers(chain), states.shape[:-1]
+    if not chain.log_params:
+        with np.errstate(divide="ignore"):
+            bulk, p0 = np.log(bulk), np.log(p0)
+    c = x.shape[-1]
+    bulk = np.broadcast_to(bulk, (*batch, states.shape[-1] - 1, c, c))
+    p0, found, sizes = np.broadcast_to(p0, (*batch, c)), np.full(batch, -INF), np.zeros(batch)
+    for b in np.ndindex(*batch):
+        path = [z for z in states[b] if z >= 0]
+        if path:
+            taken = [p0[b][path[0]], *(bulk[b][i, z, y] for i, (z, y) in enumerate(zip(path, path[1:], strict=False)))]
+            found[b] = math.fsum([*taken, *(x[b][i, z] for i, z in enumerate(path))])
+            sizes[b] = 0.0 if chain.log_params else np.abs(taken).sum()
+    return found, sizes
+
+
+class BestPaths(NamedTuple):
+    """The best paths by the reference, their weights, and how far a score may lie from these."""
+
+    states: np.ndarray
+    score: np.ndarray
+    bound: np.ndarray
+
+
+def best_paths(chain: Chain, lengths=None) -> BestPaths:
+    options = {"log_params": chain.log_params, "lengths": lengths}
+    dtype = F64 if F64 in (operand.dtype for operand in chain[:3]) else torch.float32
+    best = reference.viterbi(*numbers(chain), **options)
+    forward = reference.forward_backward(*numbers(chain), **options).forward
+    inside = best.states >= 0
+    own = np.take_along_axis(forward, np.maximum(best.states, 0)[..., None], -1)[..., 0]
+    depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
+    score, sizes = weigh(chain, best.states)
+    return BestPaths(best.states, score, value_bound(score, *forward.shape[-2:], depth, dtype=dtype) + 2.0**-52 * sizes)
 
 
 # the families whose truths are stored, shared and each; what is wide is too much for decimals
@@ -186,7 +220,7 @@ STORED = [(name, each) for name in FAMILIES if name not in ("c301", "n40") for e
 @functools.cache
 def expected(name: str, dtype: torch.dtype, each: bool, log: bool, k: int = 1) -> Expected:
     """A family's chain, which nobody may change, and its truth."""
-    chain = family(name, dtype, each, log)
+    chain = FAMILIES[name](dtype, each=each, log=log, **sizes(name, dtype, each))
     if (name, each) not in STORED:
         return Expected(chain, Truth(chain), k=k)
     assert log == (each if dtype == F32 else not each), "truths are stored of these two choices alone"
@@ -215,7 +249,8 @@ def write() -> None:
     """Write the truths of all families: entropies, and in float64 all else that takes decimals."""
     found: dict[str, np.ndarray] = {}
     for (name, each), dtype in itertools.product(STORED, (F32, F64)):
-        chain = family(name, dtype, each, each if dtype == F32 else not each)
+        log = each if dtype == F32 else not each
+        chain = FAMILIES[name](dtype, each=each, log=log, **sizes(name, dtype, each))
         (x, bulk, p0), options = numbers(chain), {"log_params": chain.log_params}
         batch, parts = x.shape[:-2], {"sum": np.array(checksum(chain))}
         rows = [np.broadcast_to(part, batch + part.shape[2:]) for part in (x, bulk, p0)]

@@ -81,8 +81,9 @@ def family(v: int = 17, c: int = 6, log_params: bool = False, **aliases: dict[st
 
     def register(draw_chain: Callable) -> Callable:
         def build(defaults: dict[str, int]) -> Callable[..., Chain]:
-            def make(dtype=torch.float64, seed=0, each=False, **sizes: int) -> Chain:
-                return Chain(*draw_chain(Draw(seed, **(defaults | sizes), each=each)), log_params).to(dtype)
+            def make(dtype=F64, seed=0, each=False, log=False, **sizes: int) -> Chain:
+                chain = Chain(*draw_chain(Draw(seed, **(defaults | sizes), each=each)), log_params).to(dtype)
+                return chain.logs() if log else chain
 
             return make
 
@@ -222,3 +223,10 @@ def far_start(draw):
 @family()
 def one_hot(draw):
     return draw.x(), draw.bulk(), draw.start()
+
+
+def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:
+    draw = Draw(seed, 1, 1, v, c, False)
+    x, bulk, p0 = draw.normal(v, c), draw.bulk()[0, 0], draw.p0()[0, 0]
+    x[draw.uniform(*x.shape) < zeros / 2] = -INF
+    return Chain(x, bulk * (draw.uniform(*bulk.shape) >= zeros), p0 * (draw.uniform(*p0.shape) >= zeros))

@@ -35,11 +35,6 @@ def broadcast(batches: tuple[tuple[int, ...], ...], steps: tuple[int, int]) -> C
     return Chain(draw.normal(*batch, v, 4), bulk, p0)
 
 
-def strange(chain: Chain, how: str) -> Chain:
-    """The same values in another layout."""
-    return chain._replace(**{key: relaid(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
-
-
 def relaid(tensor: torch.Tensor, how: str) -> torch.Tensor:
     """The same values in another layout."""
     if how == "transposed":

@@ -20,8 +20,7 @@ NAMES = pytest.mark.parametrize("name", [name for name in FAMILIES if name not i
 
 def drawn(name: str, dtype: torch.dtype, log: bool) -> tuple[Chain, Truth]:
     sizes = {} if name[-1].isdigit() else {"v": 6, "c": 5}  # decimals take their time
-    chain = FAMILIES[name](dtype, n=2, t=1, each=True, **sizes)
-    chain = chain.logs() if log else chain
+    chain = FAMILIES[name](dtype, n=2, t=1, each=True, log=log, **sizes)
     return chain, Truth(chain)
 
 

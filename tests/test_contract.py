@@ -11,7 +11,7 @@ from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, poisoned_memory
 from tests.expected import Expected, expected
 from tests.families import F32, F64, FAMILIES, LARGE, Chain, dense
-from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, relaid
 from tests.subjects import PRODUCTS, SUBJECTS, Found, floating
 
 # of dtype, `each` and `log`: every two of them meet in every way
@@ -64,8 +64,7 @@ def case(backend: str, subject: str, name: str, dtype: torch.dtype, each: bool, 
     if backend != "gpu" and subject not in LONG:
         return expected(name, dtype, each, log)
     sizes = {} if name[-1].isdigit() else {"v": 5 if backend == "gpu" else 240, "c": 4}
-    chain = FAMILIES[name](dtype, n=2, t=1, each=each, **sizes)
-    chain = chain.logs() if log else chain
+    chain = FAMILIES[name](dtype, n=2, t=1, each=each, log=log, **sizes)
     return Expected(chain, Truth(chain), k=TENSOR_CORES if backend == "gpu" else 1)
 
 
@@ -198,13 +197,12 @@ LAID_OUT = [
 @pytest.mark.parametrize(("backend", "subject", "how"), LAID_OUT, indirect=["backend"])
 def test_strides(backend, subject, how):
     chain, call = small(each=True, n=2, t=2), SUBJECTS[subject]
-    other = strange(chain, how) if how != "expanded" else chain
     if how == "expanded":
-        other = chain._replace(
-            x=chain.x[:1].expand(2, -1, -1, -1), bulk=chain.bulk[..., :1, :, :].expand_as(chain.bulk)
-        )
-        chain = Chain(*(operand.clone(memory_format=torch.contiguous_format) for operand in other[:3]))
-    operands, straight = [operand.detach().requires_grad_() for operand in other[:3]], leaves(chain)
+        other = chain.x[:1].expand(2, -1, -1, -1), chain.bulk[..., :1, :, :].expand_as(chain.bulk), chain.p0
+        chain = Chain(*(operand.clone(memory_format=torch.contiguous_format) for operand in other))
+    else:
+        other = [relaid(operand, how) for operand in chain[:3]]
+    operands, straight = [operand.detach().requires_grad_() for operand in other], leaves(chain)
     found, wanted = call(*operands), call(*straight)
     assert_same(found, wanted, **CLOSE)
     gradients = (torch.autograd.grad(total(one), some) for one, some in ((found, operands), (wanted, straight)))
@@ -300,8 +298,7 @@ DERIVED += [parameter("plain", name, *OPTIONS[i % 4]) for i, name in enumerate(I
 @pytest.mark.parametrize(("backend", "subject", "each", "log", "lengths"), DERIVED, indirect=["backend"])
 def test_derivatives_agree_with_finite_differences(backend, subject, each, log, lengths):
     """The first ones, and the second ones of what is no derivative itself."""
-    chain = dense(F64, n=2, t=1, v=3, c=2, each=each)
-    chain = chain.logs() if log else chain
+    chain = dense(F64, n=2, t=1, v=3, c=2, each=each, log=log)
 
     def outputs(*operands):
         return tuple(floating(SUBJECTS[subject](*operands, log_params=log, lengths=lengths)))

@@ -119,8 +119,7 @@ def test_posteriors_of_a_long_chain(strategy):
 @pytest.mark.parametrize("part", ["bulk", "p0"])
 def test_weights_far_from_one(part, far, log, strategy):
     """So far that a logarithm is rounded by more than the contract allows; all weights of one operand are."""
-    chain = families.dense(F64, n=1, t=1, v=9, c=4)
-    chain = chain.logs() if log else chain
+    chain = families.dense(F64, n=1, t=1, v=9, c=4, log=log)
     weights = getattr(chain, part)
     assert_contract(chain._replace(**{part: weights + far if log else weights * far}), strategy=strategy)
 

@@ -205,8 +205,7 @@ def test_length_out_of_range_makes_its_sequence_nan(kernels):
     [("dense", F32, False, True), ("detour", F32, True, False), ("sparse", F64, True, True)],
 )
 def test_viterbi_of_any_length_keeps_the_contract(name, dtype, log, each, kernels):
-    chain, lengths = FAMILIES[name](dtype, n=2, t=1, v=5, c=6, each=each), [3, 5]
-    chain = chain.logs() if log else chain
+    chain, lengths = FAMILIES[name](dtype, n=2, t=1, v=5, c=6, each=each, log=log), [3, 5]
     operands = [operand.to(kernels) for operand in chain[:3]]
     found = SUBJECTS["viterbi"](*operands, log_params=chain.log_params, lengths=lengths)
     Expected(chain, Truth(chain, lengths), lengths=lengths).check(found)
