@@ -66,16 +66,13 @@ def numbers(chain: Chain) -> list[np.ndarray]:
 class Truth:
     """Values, posteriors and bounds of one chain: float64 reference, or decimals where the arithmetic is float64."""
 
-    def __init__(self, chain: Chain, lengths=None, *, exact: oracle.Truth | None = None, edges: bool = False) -> None:
-        """`exact`: the truth, if it is known; `edges`: the chain is at the edges of its format.
-
-        There the truth is the reference's in any dtype, bounds include its rounding, and gradients may overflow.
-        """
+    def __init__(self, chain: Chain, lengths=None, *, edges: bool = False) -> None:
+        """At the `edges` of a format the truth is the reference's in any dtype, and bounds include its rounding."""
         x, bulk, p0 = numbers(chain)
         options = {"log_params": chain.log_params, "lengths": lengths}
         self.dtype = torch.float64 if torch.float64 in (t.dtype for t in chain[:3]) else torch.float32
         find = oracle.chain if self.dtype == torch.float64 and not edges else reference.marginals
-        found = exact or find(x, bulk, p0, **options)
+        found = find(x, bulk, p0, **options)
         self.log_norm, self.states, self.transitions = found.log_norm, found.states, found.transitions
         # Above 0 where some path passes, however unlikely: elsewhere gradients are exactly 0.
         allowed = (np.asarray(array > (-np.inf if chain.log_params else 0.0), float) for array in (bulk, p0))

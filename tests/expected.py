@@ -1,12 +1,8 @@
-"""What the outputs of `tests.subjects` have to be, and how exactly: from decimals, or from the float64 reference.
-
-`python -m tests.expected` writes `truths.npz`, the truths of all families in float64, which decimals take long to find.
-"""
+"""What the outputs of `tests.subjects` have to be, and how exactly: from decimals, or from the float64 reference."""
 
 import functools
-import itertools
 import math
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +13,6 @@ from tests import oracle
 from tests.contract import Truth, assert_values, numbers, of_steps, sum_to, ulp, value_bound
 from tests.families import F32, F64, FAMILIES, INF, LARGE, Chain
 from tests.subjects import LAG, RANKS, Found, other_chain
-
-FILE = Path(__file__).with_name("truths.npz")
 
 
 def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
@@ -33,10 +27,8 @@ def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
 class Expected:
     """The truth of a chain, and checks of outputs by their names."""
 
-    def __init__(
-        self, chain: Chain, truth: Truth, stored: dict[str, np.ndarray] | None = None, k: int = 1, lengths=None
-    ):
-        self.chain, self.truth, self.k, self._stored = chain, truth, k, stored or {}
+    def __init__(self, chain: Chain, truth: Truth, k: int = 1, lengths=None):
+        self.chain, self.truth, self.k = chain, truth, k
         self._options = {"log_params": chain.log_params, "lengths": lengths}
 
     def check(self, found: Found) -> None:
@@ -68,7 +60,8 @@ class Expected:
     def entropy(self, found: Found) -> None:
         # log Z - E[log w]: the first is off by the mean of errors of paths' log-weights, all of which the contract
         # bounds, and the second by their covariance with log w, which is about as large
-        exact, truth = self._stored["entropy"], self.truth
+        truth = self.truth
+        exact = np.reshape(self._decimals(oracle.entropy), truth.log_norm.shape)
         bound = 2 * of_steps(truth.steps, truth.c, truth.depth, dtype=truth.dtype, k=self.k)
         assert_values(found["entropy"], exact, ulp(exact, truth.dtype) + bound)
 
@@ -123,6 +116,17 @@ class Expected:
     def _best(self):
         return best_paths(self.chain, self._options["lengths"])
 
+    @functools.cached_property
+    def _messages(self):
+        return self._decimals(oracle.messages)
+
+    def _decimals(self, function: Callable) -> list:
+        """What a function of one sequence finds in decimals, for each of the batch."""
+        x, bulk, p0 = numbers(self.chain)
+        batch, options = x.shape[:-2], {"log_params": self.chain.log_params}
+        rows = x, np.broadcast_to(bulk, batch + bulk.shape[-3:]), np.broadcast_to(p0, batch + p0.shape[-1:])
+        return [function(*(row[index] for row in rows), **options) for index in np.ndindex(batch)]
+
     def _size(self) -> np.ndarray:
         """|log Z| [*B], or 1."""
         norm = self.truth.log_norm
@@ -137,8 +141,9 @@ class Expected:
 
     def messages(self, found: torch.Tensor, name: str) -> None:
         """Each entry is a log-partition of its own: as exact as one, however far below the others."""
-        exact = self._stored.get(name)
-        if exact is None:
+        if self.truth.dtype == F64:
+            exact = np.stack([both[name == "backward"] for both in self._messages]).reshape(self.chain.x.shape)
+        else:
             exact = getattr(reference.forward_backward(*numbers(self.chain), **self._options), name)
         below = exact.max(-1, keepdims=True) - np.where(np.isfinite(exact), exact, np.inf)
         deep = max(0.0, below.max(initial=0.0, where=np.isfinite(below)))
@@ -213,57 +218,8 @@ def best_paths(chain: Chain, lengths=None) -> BestPaths:
     return BestPaths(best.states, score, value_bound(score, *forward.shape[-2:], depth, dtype=dtype) + 2.0**-52 * sizes)
 
 
-# the families whose truths are stored, shared and each; what is wide is too much for decimals
-STORED = [(name, each) for name in FAMILIES if name not in ("c301", "n40") for each in (False, True)]
-
-
 @functools.cache
-def expected(name: str, dtype: torch.dtype, each: bool, log: bool, k: int = 1) -> Expected:
+def expected(name: str, dtype: torch.dtype, each: bool, log: bool) -> Expected:
     """A family's chain, which nobody may change, and its truth."""
     chain = FAMILIES[name](dtype, each=each, log=log, **sizes(name, dtype, each))
-    if (name, each) not in STORED:
-        return Expected(chain, Truth(chain), k=k)
-    assert log == (each if dtype == F32 else not each), "truths are stored of these two choices alone"
-    title = f"{name} {each} {dtype} "
-    stored = {key.removeprefix(title): part for key, part in _file().items() if key.startswith(title)}
-    # processors differ in the last bits of exponentials and of sums
-    unchanged = np.isclose(checksum(chain), stored["sum"], rtol=1e-12, atol=1e-12)
-    assert unchanged, "the family has changed: run python -m tests.expected"
-    if dtype == F32:
-        return Expected(chain, Truth(chain), stored, k)
-    exact = oracle.Truth(*(stored[key] for key in oracle.Truth._fields))
-    return Expected(chain, Truth(chain, exact=exact), stored, k)
-
-
-@functools.cache
-def _file() -> dict[str, np.ndarray]:
-    with np.load(FILE) as file:
-        return dict(file)
-
-
-def checksum(chain: Chain) -> float:
-    return sum(float(operand[operand.isfinite()].sum()) for operand in chain[:3])
-
-
-def write() -> None:
-    """Write the truths of all families: entropies, and in float64 all else that takes decimals."""
-    found: dict[str, np.ndarray] = {}
-    for (name, each), dtype in itertools.product(STORED, (F32, F64)):
-        log = each if dtype == F32 else not each
-        chain = FAMILIES[name](dtype, each=each, log=log, **sizes(name, dtype, each))
-        (x, bulk, p0), options = numbers(chain), {"log_params": chain.log_params}
-        batch, parts = x.shape[:-2], {"sum": np.array(checksum(chain))}
-        rows = [np.broadcast_to(part, batch + part.shape[2:]) for part in (x, bulk, p0)]
-        each_row = [[part[index] for part in rows] for index in np.ndindex(batch)]
-        parts["entropy"] = np.array([oracle.entropy(*row, **options) for row in each_row]).reshape(batch)
-        if dtype == F64:
-            parts |= oracle.chain(x, bulk, p0, **options)._asdict()
-            both = zip(*(oracle.messages(*row, **options) for row in each_row), strict=True)
-            for key, some in zip(("forward", "backward"), both, strict=True):
-                parts[key] = np.stack(some).reshape(x.shape)
-        found |= {f"{name} {each} {dtype} {key}": part for key, part in parts.items()}
-    np.savez_compressed(FILE, **found)
-
-
-if __name__ == "__main__":
-    write()
+    return Expected(chain, Truth(chain))
