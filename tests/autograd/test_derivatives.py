@@ -86,15 +86,6 @@ def test_second_derivatives_at_forbidden_entries_are_zero(name, log):
         assert gradient.isfinite().all() and (gradient[forbidden] == 0).all()
 
 
-def test_gradient_at_an_exact_zero_is_zero_though_a_path_would_profit():
-    x = torch.zeros(2, 2)
-    bulk = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]], requires_grad=True)
-    p0 = torch.tensor([1.0, 0.0], requires_grad=True)
-    logchain.product(x, bulk, p0).backward()
-    assert bulk.grad.tolist() == [[[0.0, 1.0], [0.0, 0.0]]]
-    assert p0.grad.tolist() == [1.0, 0.0]
-
-
 ENDS = {
     "sequential": {"lengths": [400, 2]},
     "segments": {"lengths": [400, 2], "strategy": "segments:2:1"},

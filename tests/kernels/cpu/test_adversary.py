@@ -1,10 +1,7 @@
 """Nothing that a chain on a CPU loses goes unseen: a random search, and the smallest of what it has found."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from logchain.kernels import chain as kernel_chain
 from logchain.kernels import messages_of
 from logchain.kernels.cpu.dense import backward, forward
 from logchain.kernels.message import Message
-from tests.backends import on
+from tests.backends import on, run_python
 from tests.families import Chain
 from tests.kernels.cpu.adversary import Drawn, assert_within_bounds, draw, search
 
@@ -192,21 +189,9 @@ def test_matrices_after_what_is_recomputed_may_be_nan(dtype):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
 def test_no_loop_reads_past_an_operand(tmp_path):
-    beyond = "import torch, ctypes; from tests.kernels.cpu.guarded import guarded; t = guarded(torch.ones(3)); "
-    reads = f"{beyond} ctypes.string_at(t.data_ptr(), 13)"
-    everything = "import runpy; runpy.run_module('tests.kernels.cpu.guarded', run_name='__main__')"
-    # the library that is tested here, which need not lie beside the tests
-    environment = {**os.environ, "PYTHONPATH": str(Path(logchain.__file__).parents[1])}
-    died, done = (
-        subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path.append({str(Path(__file__).parents[3])!r}); {code}"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-        )
-        for code in (reads, everything)
-    )
-    assert died.returncode < 0
+    beyond = "import torch, ctypes; from tests.kernels.cpu.guarded import guarded; t = guarded(torch.ones(3))"
+    assert run_python(f"{beyond}; ctypes.string_at(t.data_ptr(), 13)", tmp_path).returncode < 0
+    done = run_python("from tests.kernels.cpu import guarded; guarded.main()", tmp_path)
     assert done.returncode == 0, done.stderr
 
 

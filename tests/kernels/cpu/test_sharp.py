@@ -14,7 +14,7 @@ import torch
 import logchain
 from logchain import reference
 from logchain.kernels.cpu import template
-from logchain.transitions import Banded, Kronecker, Sparse
+from logchain.transitions import Banded, Kronecker, LowRank, Sparse
 from tests.contract import unit
 from tests.kernels.conftest import LEVELS
 
@@ -86,6 +86,7 @@ CHAINS = {
     "bands": (4, 20, 24, lambda dtype: Banded(uniform(3, 24, dtype=dtype), [-1, 0, 1])),
     "arcs": (4, 20, 24, lambda dtype: sparse(24, dtype)),
     "factors": (4, 20, 24, lambda dtype: Kronecker(uniform(4, 4, dtype=dtype), uniform(6, 6, dtype=dtype))),
+    "low rank": (4, 20, 24, lambda dtype: LowRank(*(uniform(24, *size, dtype=dtype) for size in ((3,), (3,), ())))),
 }
 
 
@@ -122,7 +123,7 @@ MET = [
     (kind, query, LEVELS[(i + j) % len(LEVELS)])
     for i, kind in enumerate(CHAINS)
     for j, query in enumerate(OF_STRUCTURES if kind in ("bands", "arcs") else QUERIES)
-    if kind != "factors"
+    if kind not in ("factors", "low rank")
 ]
 
 
@@ -208,8 +209,9 @@ def test_gradients_keep_their_digits_under_any_weight(beside, exponent, kind, dt
 
     def first(weight):
         """The gradients that the first sequence has alone, or all alike."""
-        leaves = [x.clone().requires_grad_(), *([bulk.clone().requires_grad_()] if torch.is_tensor(bulk) else [])]
-        matrices = leaves[1] if len(leaves) > 1 else bulk
+        parameters = [bulk] if torch.is_tensor(bulk) else bulk.parameters
+        leaves = [one.clone().requires_grad_() for one in (x, *parameters)]
+        matrices = leaves[1] if torch.is_tensor(bulk) else bulk.with_parameters(*leaves[1:])
         found = torch.autograd.grad((logchain.product(leaves[0], matrices, p0) * weight).sum(), leaves)
         own = beside == "alike" or found[-1].shape[:1] == (n,)
         return [found[0][0], *(gradient[0] for gradient in found[1:] if own)]
