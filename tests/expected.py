@@ -32,7 +32,6 @@ class Expected:
         self._options = {"log_params": chain.log_params, "lengths": lengths}
 
     def check(self, found: Found) -> None:
-        """Every output is within its bound."""
         truth = self.truth
         for name, output in found.items():
             match name:
@@ -220,6 +219,5 @@ def best_paths(chain: Chain, lengths=None) -> BestPaths:
 
 @functools.cache
 def expected(name: str, dtype: torch.dtype, each: bool, log: bool) -> Expected:
-    """A family's chain, which nobody may change, and its truth."""
     chain = FAMILIES[name](dtype, each=each, log=log, **sizes(name, dtype, each))
     return Expected(chain, Truth(chain))

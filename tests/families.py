@@ -29,8 +29,6 @@ class Chain(NamedTuple):
 
 
 class Numbers:
-    """Seeded float64 numbers."""
-
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -61,7 +59,6 @@ class Draw(Numbers):
         return torch.softmax(self.normal(*self.bulk_batch, self.c), -1)
 
     def start(self) -> torch.Tensor:
-        """All weight on state 0."""
         return torch.eye(self.c, dtype=torch.float64)[0].expand(*self.bulk_batch, self.c).clone()
 
     def band(self, width: int) -> torch.Tensor:
@@ -137,7 +134,6 @@ def detour(draw):
 
 @family(log_params=True)
 def abyss(draw):
-    """A detour that leaves the range of float64 too."""
     return misaligned(draw, 1000.0)
 
 

@@ -35,7 +35,6 @@ def misaligned(draw, g, s, c, _, depth=200.0):
 
 
 def abyss(draw, *shape):
-    """Misaligned by more than the range of float64."""
     return misaligned(draw, *shape, depth=1000.0)
 
 

@@ -96,7 +96,6 @@ def total(x: Tensor, bulk: Tensor, p0: Tensor, **options) -> Found:
 
 
 def ends_of(x: Tensor, lengths) -> Tensor:
-    """The lengths of all sequences [*B]."""
     batch = x.shape[:-2]
     if lengths is None:
         return torch.full(batch, x.shape[-2])
@@ -113,7 +112,6 @@ def per_step(bulk: Bulk, change: Callable[[Tensor, int], Tensor]) -> Bulk:
 
 
 def is_one_matrix(bulk: Bulk) -> bool:
-    """Whether one matrix is that of all steps."""
     lead = bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead
     return lead[-1:] in ((), (1,))
 
@@ -163,12 +161,10 @@ def each_step(bulk: Bulk, v: int) -> Bulk:
 
 
 def steps_from(bulk: Bulk, start: int, stop: int) -> Bulk:
-    """The steps from `start` to before `stop`."""
     return per_step(bulk, lambda part, axis: part.narrow(axis, start, stop - start))
 
 
 def joined(updates: list[StreamUpdate], field: int) -> Tensor | None:
-    """A field of updates, concatenated."""
     parts = [update[field] for update in updates]
     return None if parts[0] is None else torch.cat(parts, -1 if field == 3 else -2)
 
@@ -199,7 +195,6 @@ def stream(x: Tensor, bulk: Bulk, p0: Tensor, **options) -> Found:
 
 
 def _ones(bulk: Tensor, *shape: int, log: bool) -> Tensor:
-    """Weights of 1."""
     return bulk.new_zeros(shape) if log else bulk.new_ones(shape)
 
 
@@ -238,7 +233,6 @@ STRUCTURES: dict[str, Callable[[Tensor, bool], transitions.Transition]] = {
 
 
 def of_structure(name: str, subject: Subject) -> Subject:
-    """A subject whose matrices are given as a structure."""
 
     def call(x: Tensor, bulk: Tensor, p0: Tensor, *, log_params=False, **options) -> Found:
         structure = STRUCTURES[name](bulk, log_params)

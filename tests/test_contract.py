@@ -113,7 +113,6 @@ def leaves(chain: Chain) -> list[torch.Tensor]:
 
 
 def total(found: Found, but: str = "") -> torch.Tensor:
-    """A number that depends on all floating outputs but one."""
     return sum((t.sin() * (1 + i)).sum() for i, t in enumerate(floating({k: t for k, t in found.items() if k != but})))
 
 

@@ -37,7 +37,6 @@ def misaligned(draw, m, k, n, depth=200.0):
 
 
 def abyss(draw, m, k, n):
-    """Misaligned by more than the range of float64."""
     return misaligned(draw, m, k, n, depth=1000.0)
 
 

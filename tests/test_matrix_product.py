@@ -47,7 +47,6 @@ def threads(request, monkeypatch):
 
 
 def gradients(stack):
-    """Values and gradients of both functions."""
     results = []
     for function in BOTH:
         leaf = stack.detach().requires_grad_()
@@ -324,7 +323,6 @@ def test_invalid_arguments_are_refused(stack, options, error, message):
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("weight", [1e-30, 1e14, 1e30, 1.5e38])
 def test_gradients_scale_with_the_weight(function, weight, backend):
-    """A large weight over a small sum is no overflow."""
     stack = torch.tensor([[[0.0, -60.0], [0.0, -60.0]], [[-60.0, -60.0], [0.0, 0.0]]], requires_grad=True)
     out = function(stack).view(-1, 2, 2)[-1]
     one, many = (torch.autograd.grad(out.sum(), stack, torch.tensor(w), retain_graph=True)[0] for w in (1.0, weight))

@@ -115,7 +115,6 @@ def test_lengths_changed_before_the_backward_pass_change_no_gradient(case):
 
 
 def reordered(tensor):
-    """The same values with other strides."""
     return tensor.repeat_interleave(2, -1)[..., ::2] if tensor.dim() else tensor
 
 

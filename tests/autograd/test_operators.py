@@ -16,7 +16,6 @@ OPS = torch.ops.logchain
 
 
 def as_tuple(name):
-    """A subject that returns a tuple."""
     return lambda *operands, **options: tuple(SUBJECTS[name](*operands, **options).values())
 
 
@@ -170,7 +169,6 @@ MAPPED += [(name, (dim,)) for name in ("matrix_product", "prefix_products") for 
 
 
 def slope(function):
-    """The gradients of a sum."""
     return lambda *o: torch.func.grad(lambda *o: total(tree_leaves(function(*o))), argnums=tuple(range(len(o))))(*o)
 
 

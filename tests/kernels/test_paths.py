@@ -24,7 +24,6 @@ BACKENDS = pytest.mark.parametrize("backend", ["plain", "cpu"])
 
 
 def paths(backend, query, chain, count=3, lengths=None):
-    """The states of best or of so many paths."""
     options = {"log_params": chain.log_params, "lengths": lengths}
     with on(backend):
         if query == "viterbi":

@@ -22,7 +22,6 @@ Segmentation = tuple[segmentations.Segment, ...]
 
 
 def counting_path(segments: Segmentation, v: int, longest: int) -> list[int]:
-    """The counting states of a segmentation."""
     return [s * longest + duration - 1 - i for s, _, duration in segments for i in range(duration)][:v]
 
 
@@ -52,11 +51,9 @@ class Model(NamedTuple):
         return self.structure().arguments(self.x, self.p0, **options)._asdict()
 
     def steps(self, values: Tensor) -> Tensor:
-        """Weights of each step [v-1, ...]."""
         return values if values.dim() > 2 else values.expand(len(self.x) - 1, *values.shape)
 
     def log_weights(self, segmented: list[Segmentation]) -> Tensor:
-        """The log-weight of each segmentation."""
         matrix, durations = self.steps(self.matrix), self.steps(self.durations)
         weights = []
         for segments in segmented:
@@ -188,7 +185,6 @@ def test_gradients_of_all_queries_pass_no_segment_that_goes_on():
 
 
 def results(chain: dict, structure: Duration) -> list[Tensor]:
-    """The log-partition, its gradients, and segments of posteriors and of the best path."""
     values = logchain.product(**chain)
     posterior = logchain.marginals(**chain, transitions="full")
     best = logchain.viterbi(**chain)

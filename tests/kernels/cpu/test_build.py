@@ -52,20 +52,17 @@ def release(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def root(release):
-    """The sdist, unpacked."""
     (sdist,) = release[0].glob("*.tar.gz")
     subprocess.run(["tar", "-xf", sdist, "-C", release[0]], check=True)  # `filter` of shutil came with Python 3.11.4
     return release[0] / sdist.name.removesuffix(".tar.gz")
 
 
 def wheel_of(target, release):
-    """The wheel of a platform."""
     (wheel,) = release[0].glob(f"logchain-*-py3-none-{target.wheel}.whl")
     return wheel
 
 
 def names(wheel):
-    """What is in its folder kernels/cpu."""
     with zipfile.ZipFile(wheel) as archive:
         return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
 
