@@ -16,7 +16,7 @@ from logchain import reference
 from tests import oracle
 from tests.families import Chain
 
-# k of products in 3xTF32
+# k of products in 3xTF32, in which Triton multiplies
 TENSOR_CORES = 4
 
 # a path matters to a step where it has more than this share of the posterior
@@ -26,6 +26,11 @@ _MATTERS = 1e-3
 def unit(dtype: torch.dtype) -> float:
     """The relative rounding u of float64, or of float32, in which half types are computed too."""
     return 2.0**-53 if dtype == torch.float64 else 2.0**-24
+
+
+def k_of(tensor: torch.Tensor) -> int:
+    """k of the sums by which what computes with this tensor multiplies."""
+    return TENSOR_CORES if logchain.kernels.on_gpu(tensor) else 1
 
 
 def ulp(truth: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -174,7 +179,6 @@ def assert_contract(
     wanted: str = "x bulk p0",
     truth: Truth | None = None,
     device: str = "cpu",
-    k: int = 1,
     call: Callable[..., torch.Tensor] = logchain.product,
     **options,
 ) -> None:
@@ -186,6 +190,7 @@ def assert_contract(
     for name in names:
         leaves[name].requires_grad_()
     out = call(**leaves, log_params=chain.log_params, lengths=lengths, **options)
+    k = k_of(leaves["x"])
     assert out.dtype == truth.dtype
     assert_values(out, truth.log_norm, truth.value_bound(out.dtype, k))
 

@@ -10,7 +10,7 @@ import torch
 
 from logchain import reference
 from tests import oracle
-from tests.contract import Truth, assert_values, numbers, of_steps, sum_to, ulp, value_bound
+from tests.contract import Truth, assert_values, k_of, numbers, of_steps, sum_to, ulp, value_bound
 from tests.families import F32, F64, FAMILIES, INF, LARGE, Chain
 from tests.subjects import LAG, RANKS, Found, other_chain
 
@@ -27,12 +27,12 @@ def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
 class Expected:
     """The truth of a chain, and checks of outputs by their names."""
 
-    def __init__(self, chain: Chain, truth: Truth, k: int = 1, lengths=None):
-        self.chain, self.truth, self.k = chain, truth, k
+    def __init__(self, chain: Chain, truth: Truth, lengths=None):
+        self.chain, self.truth = chain, truth
         self._options = {"log_params": chain.log_params, "lengths": lengths}
 
     def check(self, found: Found) -> None:
-        truth = self.truth
+        truth, self.k = self.truth, k_of(next(iter(found.values())))
         for name, output in found.items():
             match name:
                 case "log_norm":

@@ -9,7 +9,7 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
+from tests.contract import assert_gradient, assert_values, gradient_bound, k_of, value_bound
 from tests.families import F32, F64, INF, Numbers
 
 BOTH = logchain.matrix_product, logchain.prefix_products
@@ -126,22 +126,21 @@ def depths(stack):
     return np.stack([np.stack([depth(part[: i + 1])[1] for i in range(len(part))]) for part in stack])
 
 
-def assert_contract(stack, *functions, device="cpu", gradient=True, k=1):
+def assert_contract(stack, *functions, device="cpu"):
     """Values and gradients of `matrix_product`, `prefix_products` or both, of a stack [2 or 1, s, c, c]."""
     g, s, c, _ = stack.shape
     dtype = stack.dtype if stack.dtype == F64 else F32
     wide = stack.double().numpy()
     truths = [Truth(part) for part in wide]
     prefixes, below = np.stack([truth.values for truth in truths]), depths(wide)
+    k = k_of(stack.to(device))
     bound = value_bound(prefixes, s, c, below, dtype=dtype, k=k)
     for function in functions:
         last = function is logchain.matrix_product
-        leaf = stack.detach().to(device).requires_grad_(gradient)
+        leaf = stack.detach().to(device).requires_grad_()
         out = function(leaf)
         assert out.dtype == dtype
         assert_values(out, prefixes[:, -1] if last else prefixes, bound[:, -1] if last else bound)
-        if not gradient:
-            continue
         weights = torch.arange(out.numel(), dtype=dtype).cos().view(out.shape)
         out.backward(weights.to(device))
         received = np.zeros_like(wide)

@@ -150,12 +150,12 @@ def _detours(
     return x, _levels(r, shape, wider) * (r.random(shape) < r.choice([0.3, 0.5, 0.7]))
 
 
-def assert_within_bounds(drawn: Drawn, name: str, device: str = "cpu", k: int = 1, **options) -> np.ndarray:
+def assert_within_bounds(drawn: Drawn, name: str, device: str = "cpu", **options) -> np.ndarray:
     """Value and gradients keep the contract; the numbers of sequences, and of possible and recomputed ones."""
     with np.errstate(all="ignore"), logchain.rescues() as seen:
         truth = Truth(drawn.chain, drawn.lengths, edges=True)
         try:
-            assert_contract(drawn.chain, drawn.lengths, truth=truth, device=device, k=k, **options)
+            assert_contract(drawn.chain, drawn.lengths, truth=truth, device=device, **options)
         except AssertionError as error:
             raise AssertionError(f"draw {name}: {error}") from error
     return np.array([truth.log_norm.size, np.isfinite(truth.log_norm).sum(), seen.sequences])

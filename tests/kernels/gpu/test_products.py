@@ -90,7 +90,7 @@ def test_maxima_are_added_without_loss(offset, device):
 
 @pytest.mark.parametrize(("name", "function"), [("left_to_right", stacks.BOTH[0]), ("misaligned", stacks.BOTH[1])])
 def test_several_tiles_keep_contract(name, function, kernels):
-    stacks.assert_contract(stacks.draw(name, 2, 17)[-1:], function, device=kernels, k=TENSOR_CORES)
+    stacks.assert_contract(stacks.draw(name, 2, 17)[-1:], function, device=kernels)
 
 
 def test_product_in_place_by_temporaries_is_the_same(kernels, monkeypatch):
