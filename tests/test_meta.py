@@ -95,7 +95,7 @@ def test_structures_have_the_shapes_of_a_cpu(function, lengths):
     """One structure for each function and choice of lengths, in turn."""
     kinds = WITH_PATHS if function in ("viterbi", "topk_paths") else list(MAKE)
     make = MAKE[kinds[(OF_STRUCTURES.index(function) + 3 * bool(lengths)) % len(kinds)]]
-    (x, _, p0), whole = chain(c=C, batch=(3,)), make(numbers(0), 5 if lengths else 1)
+    (x, _, p0), whole = chain(c=C, batch=(3,)), make(numbers(0, F32), 5 if lengths else 1)
     operands = [x, p0, *(t.requires_grad_() for t in whole.parameters)]
 
     def run(x, p0, *parameters):
