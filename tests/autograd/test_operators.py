@@ -39,16 +39,15 @@ def problem(query, dtype=F64, each=False):
     return lambda *operands: (function(*operands),), [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def chains(dtype=F64):
-    yield "shared", FAMILIES["dense"](dtype, v=4, c=3), None
-    yield "each", FAMILIES["dense"](dtype, v=4, c=3, each=True), None
-    yield "recomputed", FAMILIES["detour"](dtype, v=4, c=3), None
-    yield "lengths", FAMILIES["dense"](dtype, v=4, c=3), torch.tensor([[4, 4], [1, 2], [3, 1]])
-    yield "one variable", FAMILIES["dense"](dtype, v=1, c=3), None
-
-
-CHAINS = list(chains())
-IDS = [name for name, *_ in CHAINS]
+# chains and their lengths
+DENSE = FAMILIES["dense"](F64, v=4, c=3)
+CHAINS = {
+    "shared": (DENSE, None),
+    "each": (FAMILIES["dense"](F64, v=4, c=3, each=True), None),
+    "recomputed": (FAMILIES["detour"](F64, v=4, c=3), None),
+    "lengths": (DENSE, torch.tensor([[4, 4], [1, 2], [3, 1]])),
+    "one variable": (FAMILIES["dense"](F64, v=1, c=3), None),
+}
 
 
 @pytest.mark.parametrize(("name", "v", "segments"), [("dense", 4, (1, 0)), ("left_to_right", 6, (3, 2))])
@@ -73,7 +72,7 @@ def test_opcheck_of_log_norm(name, v, segments):
 
 
 def test_opcheck_of_messages_and_best_paths():
-    _, chain, lengths = CHAINS[IDS.index("lengths")]
+    chain, lengths = CHAINS["lengths"]
     arguments = (*leaves(chain), lengths, chain.log_params)
     torch.library.opcheck(OPS.messages.default, arguments)
     with torch.no_grad():
@@ -116,7 +115,7 @@ def total(found):
 
 # every query with one of the chains, and the product with all
 COMPILED_CHAINS = list(zip(COMPILED, itertools.cycle(["lengths", "each", "recomputed", "one variable"]), strict=False))
-COMPILED_CHAINS += [("product", name) for name in IDS]
+COMPILED_CHAINS += [("product", name) for name in CHAINS]
 
 
 def assert_compiled_alike(function, operands, dynamic=False, **tolerance):
@@ -132,7 +131,7 @@ def assert_compiled_alike(function, operands, dynamic=False, **tolerance):
 
 @pytest.mark.parametrize(("query", "name"), COMPILED_CHAINS)
 def test_every_query_compiles_into_one_graph(query, name):
-    _, chain, lengths = CHAINS[IDS.index(name)]
+    chain, lengths = CHAINS[name]
 
     def function(x, bulk, p0):
         found = SUBJECTS[query](x + 1, bulk * 1.5, p0 * 0.5, log_params=chain.log_params, lengths=lengths)
@@ -148,9 +147,12 @@ def test_products_of_matrices_compile_into_one_graph(name):
     assert_compiled_alike(lambda *o: (function(*(2 * one for one in o))[0] + 1,), operands, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("query", "name"), [*((query, "shared") for query in QUERIES), *(("product", n) for n in IDS)])
+EXPORTED_CHAINS = [(query, "shared") for query in QUERIES] + [("product", name) for name in CHAINS]
+
+
+@pytest.mark.parametrize(("query", "name"), EXPORTED_CHAINS)
 def test_every_query_is_exported(query, name):
-    _, chain, lengths = CHAINS[IDS.index(name)]
+    chain, lengths = CHAINS[name]
 
     class Module(torch.nn.Module):
         def forward(self, x, bulk, p0):
