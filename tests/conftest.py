@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,23 @@ def no_templates() -> None:
     """Templates of arguments depend on what a test has replaced, too."""
     if template := sys.modules.get("logchain.kernels.cpu.template"):
         template._templates.clear()
+
+
+@pytest.fixture(params=["cpu", "plain"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device on which loops in C or torch operations compute, or Triton where a test names it."""
+    from tests.backends import on  # which imports this file
+
+    with on(request.param) as device:
+        yield device
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """A function that sets the number of torch's threads in the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["interpreted"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,24 +1,18 @@
-"""What the outputs of `tests.subjects` have to be, and how exactly: from decimals, or from the float64 reference.
-
-`python -m tests.expected` writes `truths.npz`, the truths of all families in float64, which decimals take long to find.
-"""
+"""What the outputs of `tests.subjects` have to be, and how exactly: from decimals, or from the float64 reference."""
 
 import functools
-import itertools
-from pathlib import Path
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from logchain import reference
 from tests import oracle
-from tests.best_paths import numbers, truth_of, weigh
-from tests.contract import Truth, assert_values, of_steps, sum_to, ulp
-from tests.families import FAMILIES, LARGE, Chain
+from tests.contract import Truth, assert_values, k_of, numbers, of_steps, sum_to, ulp, value_bound
+from tests.families import F32, F64, FAMILIES, INF, LARGE, Chain
 from tests.subjects import LAG, RANKS, Found, other_chain
-
-F32, F64 = torch.float32, torch.float64
-FILE = Path(__file__).with_name("truths.npz")
 
 
 def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
@@ -33,49 +27,40 @@ def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
 class Expected:
     """The truth of a chain, and checks of outputs by their names."""
 
-    def __init__(
-        self, chain: Chain, truth: Truth, stored: dict[str, np.ndarray] | None = None, k: int = 1, lengths=None
-    ):
-        self.chain, self.truth, self.k, self._stored = chain, truth, k, stored or {}
+    def __init__(self, chain: Chain, truth: Truth, lengths=None):
+        self.chain, self.truth = chain, truth
         self._options = {"log_params": chain.log_params, "lengths": lengths}
 
     def check(self, found: Found) -> None:
-        """Every output is within its bound."""
-        for name in found:
-            getattr(self, name)(found)
-
-    def log_norm(self, found: Found) -> None:
-        value = found["log_norm"]
-        assert value.dtype == self.truth.dtype
-        assert_values(value, self.truth.log_norm, self.truth.value_bound(value.dtype, self.k))
-
-    def states(self, found: Found) -> None:
-        self._posteriors(found["states"], self.truth.states, self.truth.reach.states)
-
-    def transitions(self, found: Found) -> None:
-        self._posteriors(found["transitions"], self.truth.transitions, self.truth.reach.transitions)
-
-    def counts(self, found: Found) -> None:
-        exact, shape = self.truth.transitions, tuple(self.chain.bulk.shape)
-        arrays = exact, self.truth.reach.transitions, self.truth.gradient_bound(exact, self.k)
-        assert_posteriors(found["counts"], *(sum_to(array, shape) for array in arrays))
-
-    def filtered(self, found: Found) -> None:
-        self._prefixes(found["filtered"], 0)
-
-    def smoothed(self, found: Found) -> None:
-        self._prefixes(found["smoothed"], LAG)
-
-    def forward(self, found: Found) -> None:
-        self._messages(found["forward"], "forward")
-
-    def backward(self, found: Found) -> None:
-        self._messages(found["backward"], "backward")
+        truth, self.k = self.truth, k_of(next(iter(found.values())))
+        for name, output in found.items():
+            match name:
+                case "log_norm":
+                    assert output.dtype == truth.dtype
+                    assert_values(output, truth.log_norm, truth.value_bound(output.dtype, self.k))
+                case "states" | "transitions":
+                    exact = getattr(truth, name)
+                    assert_posteriors(output, exact, getattr(truth.reach, name), truth.gradient_bound(exact, self.k))
+                case "counts":
+                    exact, shape = truth.transitions, tuple(self.chain.bulk.shape)
+                    arrays = exact, truth.reach.transitions, truth.gradient_bound(exact, self.k)
+                    assert_posteriors(output, *(sum_to(array, shape) for array in arrays))
+                case "filtered" | "smoothed":
+                    self.prefixes(output, 0 if name == "filtered" else LAG)
+                case "forward" | "backward":
+                    self.messages(output, name)
+                case "maximum":
+                    assert_values(output, self._best.score, self._best.bound)
+                case "score" | "scores":  # which are checked with their paths
+                    assert output.dtype == truth.dtype
+                case _:
+                    getattr(self, name)(found)
 
     def entropy(self, found: Found) -> None:
         # log Z - E[log w]: the first is off by the mean of errors of paths' log-weights, all of which the contract
         # bounds, and the second by their covariance with log w, which is about as large
-        exact, truth = self._stored["entropy"], self.truth
+        truth = self.truth
+        exact = np.reshape(self._decimals(oracle.entropy), truth.log_norm.shape)
         bound = 2 * of_steps(truth.steps, truth.c, truth.depth, dtype=truth.dtype, k=self.k)
         assert_values(found["entropy"], exact, ulp(exact, truth.dtype) + bound)
 
@@ -111,12 +96,6 @@ class Expected:
             assert_values(score, exact, known.bound)
             assert_values(score, own, ulp(own, score.dtype) + 2.0**-50 * size)
 
-    def maximum(self, found: Found) -> None:
-        assert_values(found["maximum"], self._best.score, self._best.bound)
-
-    def score(self, found: Found) -> None:
-        assert found["score"].dtype == self.truth.dtype  # its value is checked with the path
-
     def paths(self, found: Found) -> None:
         """Different paths in falling order, each worth its score, and none better."""
         scores, states = found["scores"], found["paths"].movedim(-1, -2)
@@ -132,32 +111,38 @@ class Expected:
             possible = [tuple(path) for path in some if path[0] >= 0]
             assert len(set(possible)) == len(possible)
 
-    def scores(self, found: Found) -> None:
-        assert found["scores"].dtype == self.truth.dtype  # their values are checked with the paths
-
     @functools.cached_property
     def _best(self):
-        return truth_of(self.chain, self._options["lengths"])
+        return best_paths(self.chain, self._options["lengths"])
+
+    @functools.cached_property
+    def _messages(self):
+        return self._decimals(oracle.messages)
+
+    def _decimals(self, function: Callable) -> list:
+        """What a function of one sequence finds in decimals, for each of the batch."""
+        x, bulk, p0 = numbers(self.chain)
+        batch, options = x.shape[:-2], {"log_params": self.chain.log_params}
+        rows = x, np.broadcast_to(bulk, batch + bulk.shape[-3:]), np.broadcast_to(p0, batch + p0.shape[-1:])
+        return [function(*(row[index] for row in rows), **options) for index in np.ndindex(batch)]
 
     def _size(self) -> np.ndarray:
         """|log Z| [*B], or 1."""
         norm = self.truth.log_norm
         return np.maximum(1.0, np.abs(np.where(np.isfinite(norm), norm, 0.0)))
 
-    def _posteriors(self, found: torch.Tensor, exact: np.ndarray, reach: np.ndarray) -> None:
-        assert_posteriors(found, exact, reach, self.truth.gradient_bound(exact, self.k))
-
-    def _prefixes(self, found: torch.Tensor, lag: int) -> None:
+    def prefixes(self, found: torch.Tensor, lag: int) -> None:
         forward = reference.forward_backward(*numbers(self.chain), **self._options).forward
         # the reference is good to float64 at the size of its messages
         rounding = 2.0**-50 * float(np.abs(forward[np.isfinite(forward)]).max(initial=1.0))
         exact, reach = prefixes(self.chain, lag), prefixes(reachable(self.chain), lag)
         assert_posteriors(found, exact, reach, self.truth.gradient_bound(exact, self.k) + rounding)
 
-    def _messages(self, found: torch.Tensor, name: str) -> None:
+    def messages(self, found: torch.Tensor, name: str) -> None:
         """Each entry is a log-partition of its own: as exact as one, however far below the others."""
-        exact = self._stored.get(name)
-        if exact is None:
+        if self.truth.dtype == F64:
+            exact = np.stack([both[name == "backward"] for both in self._messages]).reshape(self.chain.x.shape)
+        else:
             exact = getattr(reference.forward_backward(*numbers(self.chain), **self._options), name)
         below = exact.max(-1, keepdims=True) - np.where(np.isfinite(exact), exact, np.inf)
         deep = max(0.0, below.max(initial=0.0, where=np.isfinite(below)))
@@ -194,61 +179,45 @@ def reachable(chain: Chain) -> Chain:
     return Chain(torch.where(x.isneginf(), x, 0.0), bulk, p0)
 
 
-def family(name: str, dtype: torch.dtype, each: bool, log: bool) -> Chain:
-    chain = FAMILIES[name](dtype, each=each, **sizes(name, dtype, each))
-    return chain.logs() if log else chain
+def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The weight of each path of states [*B, v], added without rounding, and the sum of the logarithms' sizes."""
+    (x, bulk, p0), batch = numbers(chain), states.shape[:-1]
+    if not chain.log_params:
+        with np.errstate(divide="ignore"):
+            bulk, p0 = np.log(bulk), np.log(p0)
+    c = x.shape[-1]
+    bulk = np.broadcast_to(bulk, (*batch, states.shape[-1] - 1, c, c))
+    p0, found, sizes = np.broadcast_to(p0, (*batch, c)), np.full(batch, -INF), np.zeros(batch)
+    for b in np.ndindex(*batch):
+        path = [z for z in states[b] if z >= 0]
+        if path:
+            taken = [p0[b][path[0]], *(bulk[b][i, z, y] for i, (z, y) in enumerate(zip(path, path[1:], strict=False)))]
+            found[b] = math.fsum([*taken, *(x[b][i, z] for i, z in enumerate(path))])
+            sizes[b] = 0.0 if chain.log_params else np.abs(taken).sum()
+    return found, sizes
 
 
-# the families whose truths are stored, shared and each; what is wide is too much for decimals
-STORED = [(name, each) for name in FAMILIES if name not in ("c301", "n40") for each in (False, True)]
+class BestPaths(NamedTuple):
+    """The best paths by the reference, their weights, and how far a score may lie from these."""
+
+    states: np.ndarray
+    score: np.ndarray
+    bound: np.ndarray
+
+
+def best_paths(chain: Chain, lengths=None) -> BestPaths:
+    options = {"log_params": chain.log_params, "lengths": lengths}
+    dtype = F64 if F64 in (operand.dtype for operand in chain[:3]) else torch.float32
+    best = reference.viterbi(*numbers(chain), **options)
+    forward = reference.forward_backward(*numbers(chain), **options).forward
+    inside = best.states >= 0
+    own = np.take_along_axis(forward, np.maximum(best.states, 0)[..., None], -1)[..., 0]
+    depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
+    score, sizes = weigh(chain, best.states)
+    return BestPaths(best.states, score, value_bound(score, *forward.shape[-2:], depth, dtype=dtype) + 2.0**-52 * sizes)
 
 
 @functools.cache
-def expected(name: str, dtype: torch.dtype, each: bool, log: bool, k: int = 1) -> Expected:
-    """A family's chain, which nobody may change, and its truth."""
-    chain = family(name, dtype, each, log)
-    if (name, each) not in STORED:
-        return Expected(chain, Truth(chain), k=k)
-    assert log == (each if dtype == F32 else not each), "truths are stored of these two choices alone"
-    title = f"{name} {each} {dtype} "
-    stored = {key.removeprefix(title): part for key, part in _file().items() if key.startswith(title)}
-    # processors differ in the last bits of exponentials and of sums
-    unchanged = np.isclose(checksum(chain), stored["sum"], rtol=1e-12, atol=1e-12)
-    assert unchanged, "the family has changed: run python -m tests.expected"
-    if dtype == F32:
-        return Expected(chain, Truth(chain), stored, k)
-    exact = oracle.Truth(*(stored[key] for key in oracle.Truth._fields))
-    return Expected(chain, Truth(chain, exact=exact), stored, k)
-
-
-@functools.cache
-def _file() -> dict[str, np.ndarray]:
-    with np.load(FILE) as file:
-        return dict(file)
-
-
-def checksum(chain: Chain) -> float:
-    return sum(float(operand[operand.isfinite()].sum()) for operand in chain[:3])
-
-
-def write() -> None:
-    """Write the truths of all families: entropies, and in float64 all else that takes decimals."""
-    found: dict[str, np.ndarray] = {}
-    for (name, each), dtype in itertools.product(STORED, (F32, F64)):
-        chain = family(name, dtype, each, each if dtype == F32 else not each)
-        (x, bulk, p0), options = numbers(chain), {"log_params": chain.log_params}
-        batch, parts = x.shape[:-2], {"sum": np.array(checksum(chain))}
-        rows = [np.broadcast_to(part, batch + part.shape[2:]) for part in (x, bulk, p0)]
-        each_row = [[part[index] for part in rows] for index in np.ndindex(batch)]
-        parts["entropy"] = np.array([oracle.entropy(*row, **options) for row in each_row]).reshape(batch)
-        if dtype == F64:
-            parts |= oracle.chain(x, bulk, p0, **options)._asdict()
-            both = zip(*(oracle.messages(*row, **options) for row in each_row), strict=True)
-            for key, some in zip(("forward", "backward"), both, strict=True):
-                parts[key] = np.stack(some).reshape(x.shape)
-        found |= {f"{name} {each} {dtype} {key}": part for key, part in parts.items()}
-    np.savez_compressed(FILE, **found)
-
-
-if __name__ == "__main__":
-    write()
+def expected(name: str, dtype: torch.dtype, each: bool, log: bool) -> Expected:
+    chain = FAMILIES[name](dtype, each=each, log=log, **sizes(name, dtype, each))
+    return Expected(chain, Truth(chain))

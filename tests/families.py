@@ -3,22 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import pytest
 import torch
 
-INF = float("inf")
-
-# Every two of these choices meet in every way: for schedules and devices beside `product` itself, which sees all eight.
-PAIRS = pytest.mark.parametrize(
-    ("dtype", "each", "log"),
-    [
-        (torch.float32, False, False),
-        (torch.float32, True, True),
-        (torch.float64, False, True),
-        (torch.float64, True, False),
-    ],
-    ids=["float32", "float32-each-log_params", "float64-log_params", "float64-each"],
-)
+F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
 
 
 class Chain(NamedTuple):
@@ -40,34 +28,24 @@ class Chain(NamedTuple):
         return Chain(self.x, bulk.to(self.bulk.dtype), p0.to(self.p0.dtype), True)
 
 
-# weights, and logarithms, so far from 1 that a logarithm is rounded by more than the contract allows: all have it
-FAR = pytest.mark.parametrize(
-    ("far", "log"), [(1e-300, False), (1e307, False), (-1e4, True), (1e5, True)], ids=["tiny", "huge", "-1e4", "1e5"]
-)
-
-
-def far_from_one(part: str, far: float, log: bool, **sizes) -> Chain:
-    """A dense float64 chain whose weights in one operand are multiplied by `far`, or have it added as logarithms."""
-    chain = dense(torch.float64, **sizes)
-    if log:
-        chain = chain.logs()
-        return chain._replace(**{part: getattr(chain, part) + far})
-    return chain._replace(**{part: getattr(chain, part) * far})
-
-
-class Draw:
-    """Seeded float64 numbers and the sizes of one problem: batch [3, 2], a bulk for all sequences or for each."""
-
-    def __init__(self, seed: int, n: int, t: int, v: int, c: int, each: bool):
+class Numbers:
+    def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
-        self.v, self.c = v, c
-        self.batch, self.bulk_batch = (n, t), (n, t) if each else (1, 1)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
     def uniform(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
+
+
+class Draw(Numbers):
+    """Numbers and the sizes of one problem: batch [3, 2], a bulk for all sequences or for each."""
+
+    def __init__(self, seed: int, n: int, t: int, v: int, c: int, each: bool):
+        super().__init__(seed)
+        self.v, self.c = v, c
+        self.batch, self.bulk_batch = (n, t), (n, t) if each else (1, 1)
 
     def x(self, scale: float = 1.0) -> torch.Tensor:
         return scale * self.normal(*self.batch, self.v, self.c)
@@ -81,7 +59,6 @@ class Draw:
         return torch.softmax(self.normal(*self.bulk_batch, self.c), -1)
 
     def start(self) -> torch.Tensor:
-        """All weight on state 0."""
         return torch.eye(self.c, dtype=torch.float64)[0].expand(*self.bulk_batch, self.c).clone()
 
     def band(self, width: int) -> torch.Tensor:
@@ -101,8 +78,9 @@ def family(v: int = 17, c: int = 6, log_params: bool = False, **aliases: dict[st
 
     def register(draw_chain: Callable) -> Callable:
         def build(defaults: dict[str, int]) -> Callable[..., Chain]:
-            def make(dtype=torch.float64, seed=0, each=False, **sizes: int) -> Chain:
-                return Chain(*draw_chain(Draw(seed, **(defaults | sizes), each=each)), log_params).to(dtype)
+            def make(dtype=F64, seed=0, each=False, log=False, **sizes: int) -> Chain:
+                chain = Chain(*draw_chain(Draw(seed, **(defaults | sizes), each=each)), log_params).to(dtype)
+                return chain.logs() if log else chain
 
             return make
 
@@ -156,7 +134,6 @@ def detour(draw):
 
 @family(log_params=True)
 def abyss(draw):
-    """A detour that leaves the range of float64 too."""
     return misaligned(draw, 1000.0)
 
 
@@ -242,3 +219,10 @@ def far_start(draw):
 @family()
 def one_hot(draw):
     return draw.x(), draw.bulk(), draw.start()
+
+
+def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:
+    draw = Draw(seed, 1, 1, v, c, False)
+    x, bulk, p0 = draw.normal(v, c), draw.bulk()[0, 0], draw.p0()[0, 0]
+    x[draw.uniform(*x.shape) < zeros / 2] = -INF
+    return Chain(x, bulk * (draw.uniform(*bulk.shape) >= zeros), p0 * (draw.uniform(*p0.shape) >= zeros))

@@ -2,9 +2,7 @@
 
 import torch
 
-from tests.families import Chain, Draw
-
-NAN = float("nan")
+from tests.families import NAN, Chain, Draw
 
 # batch axes of x, of bulk and of p0
 BATCHES = [
@@ -35,11 +33,6 @@ def broadcast(batches: tuple[tuple[int, ...], ...], steps: tuple[int, int]) -> C
     draw = Draw(0, 1, 1, v, 4, False)
     bulk, p0 = 0.1 + draw.uniform(*bulk_batch, matrices, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
     return Chain(draw.normal(*batch, v, 4), bulk, p0)
-
-
-def strange(chain: Chain, how: str) -> Chain:
-    """The same values in another layout."""
-    return chain._replace(**{key: relaid(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
 
 
 def relaid(tensor: torch.Tensor, how: str) -> torch.Tensor:

@@ -4,75 +4,64 @@ import math
 from decimal import Decimal, localcontext
 
 import numpy as np
-import pytest
 import torch
 
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.backends import on
-from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
+from tests.contract import assert_gradient, assert_values, gradient_bound, k_of, value_bound
+from tests.families import F32, F64, INF, Numbers
 
-F32, F64 = torch.float32, torch.float64
-INF = float("inf")
 BOTH = logchain.matrix_product, logchain.prefix_products
 
 
-@pytest.fixture(params=["cpu", "plain"])
-def backend(request):
-    """What multiplies in the test; the device of its stacks."""
-    with on(request.param) as device:
-        yield device
+# a stack (2, s, c, c) in float64 of each family
 
 
-# a stack (2, s, c, c) in float64 of each family, from functions that draw tensors of a shape
+def dense(draw, *shape):
+    return draw.normal(*shape)
 
 
-def dense(normal, uniform, *shape):
-    return normal(*shape)
-
-
-def sharp(normal, uniform, *shape):
+def sharp(draw, *shape):
     """Too widely spread for linear numbers."""
-    return 100.0 * normal(*shape)
+    return 100.0 * draw.normal(*shape)
 
 
-def misaligned(normal, uniform, g, s, c, _, depth=200.0):
+def misaligned(draw, g, s, c, _, depth=200.0):
     """Columns fall by 200 nats where the next rows climb by 200."""
     slope = -depth * torch.linspace(0, 1, c, dtype=F64)
     climbs = (torch.arange(s) % 2 > 0)[:, None, None]
-    return torch.where(climbs, slope.flip(0)[:, None].expand(c, c), slope.expand(c, c)) + 0.1 * normal(g, s, c, c)
+    return torch.where(climbs, slope.flip(0)[:, None].expand(c, c), slope.expand(c, c)) + 0.1 * draw.normal(g, s, c, c)
 
 
-def abyss(normal, uniform, *shape):
-    """Misaligned by more than the range of float64."""
-    return misaligned(normal, uniform, *shape, depth=1000.0)
+def abyss(draw, *shape):
+    return misaligned(draw, *shape, depth=1000.0)
 
 
-def left_to_right(normal, uniform, g, s, c, _):
+def left_to_right(draw, g, s, c, _):
     band = torch.ones(c, c).triu().tril(1)
-    return (20.0 * normal(g, s, c, c)).masked_fill(band == 0, -INF)
+    return (20.0 * draw.normal(g, s, c, c)).masked_fill(band == 0, -INF)
 
 
-def offsets(normal, uniform, g, s, c, _):
+def offsets(draw, g, s, c, _):
     """Every matrix on a scale of its own."""
-    return normal(g, s, c, c) + 1e4 * (uniform(g, s, 1, 1) - 0.3)
+    return draw.normal(g, s, c, c) + 1e4 * (draw.uniform(g, s, 1, 1) - 0.3)
 
 
-def sparse(normal, uniform, *shape):
-    return torch.where(uniform(*shape) < 0.7, -INF, 20.0 * normal(*shape))
+def sparse(draw, *shape):
+    return torch.where(draw.uniform(*shape) < 0.7, -INF, 20.0 * draw.normal(*shape))
 
 
-def dead(normal, uniform, g, s, c, _):
+def dead(draw, g, s, c, _):
     """Nothing is possible in the first, and a row and a column are shut in one matrix of the second."""
-    stack = normal(g, s, c, c)
+    stack = draw.normal(g, s, c, c)
     stack[0], stack[1, s // 2, 0], stack[1, s // 2, :, c - 1] = -INF, -INF, -INF
     return stack
 
 
-def mixed(normal, uniform, g, s, c, _):
+def mixed(draw, g, s, c, _):
     """Linear numbers hold the first set, and of the second only some matrices."""
-    stack = normal(g, s, c, c)
+    stack = draw.normal(g, s, c, c)
     stack[1, s // 2 :] *= 100.0
     return stack
 
@@ -87,10 +76,7 @@ def normal(*shape, seed=0):
 
 
 def draw(name, s, c, dtype=F32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
-    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=F64)  # noqa: E731
-    return FAMILIES[name](normal, uniform, 2, s, c, c).to(dtype)
+    return FAMILIES[name](Numbers(seed), 2, s, c, c).to(dtype)
 
 
 class Truth:
@@ -140,29 +126,29 @@ def depths(stack):
     return np.stack([np.stack([depth(part[: i + 1])[1] for i in range(len(part))]) for part in stack])
 
 
-def assert_contract(stack, *functions, device="cpu", gradient=True, k=1):
+def assert_contract(stack, *functions, device="cpu"):
     """Values and gradients of `matrix_product`, `prefix_products` or both, of a stack [2 or 1, s, c, c]."""
     g, s, c, _ = stack.shape
     dtype = stack.dtype if stack.dtype == F64 else F32
     wide = stack.double().numpy()
     truths = [Truth(part) for part in wide]
     prefixes, below = np.stack([truth.values for truth in truths]), depths(wide)
+    k = k_of(stack.to(device))
     bound = value_bound(prefixes, s, c, below, dtype=dtype, k=k)
     for function in functions:
         last = function is logchain.matrix_product
-        leaf = stack.detach().to(device).requires_grad_(gradient)
+        leaf = stack.detach().to(device).requires_grad_()
         out = function(leaf)
         assert out.dtype == dtype
         assert_values(out, prefixes[:, -1] if last else prefixes, bound[:, -1] if last else bound)
-        if not gradient:
-            continue
         weights = torch.arange(out.numel(), dtype=dtype).cos().view(out.shape)
         out.backward(weights.to(device))
         received = np.zeros_like(wide)
         received[:, s - 1 if last else slice(None)] = weights.double().numpy()
-        uses = np.stack([truth.uses(weight) for truth, weight in zip(truths, received, strict=True)])
-        reach = np.stack([truth.uses((weight != 0) * 1.0) for truth, weight in zip(truths, received, strict=True)])
-        sizes = np.stack([truth.uses(abs(weight)) for truth, weight in zip(truths, received, strict=True)])
+        uses, reach, sizes = (
+            np.stack([truth.uses(weight) for truth, weight in zip(truths, some, strict=True)])
+            for some in (received, (received != 0) * 1.0, abs(received))
+        )
         outputs = c * c * (1 if last else s)
         allowed = gradient_bound(sizes, s, c, below.max(), dtype=dtype, k=k, terms=outputs)
         assert_gradient(leaf, uses, reach, allowed)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import logchain
 from logchain import semirings, transitions
+from logchain.stream import Stream, StreamUpdate
 
 Found = dict[str, Tensor]
 Bulk = Tensor | transitions.Transition
@@ -95,7 +96,6 @@ def total(x: Tensor, bulk: Tensor, p0: Tensor, **options) -> Found:
 
 
 def ends_of(x: Tensor, lengths) -> Tensor:
-    """The lengths of all sequences [*B]."""
     batch = x.shape[:-2]
     if lengths is None:
         return torch.full(batch, x.shape[-2])
@@ -112,7 +112,6 @@ def per_step(bulk: Bulk, change: Callable[[Tensor, int], Tensor]) -> Bulk:
 
 
 def is_one_matrix(bulk: Bulk) -> bool:
-    """Whether one matrix is that of all steps."""
     lead = bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead
     return lead[-1:] in ((), (1,))
 
@@ -162,35 +161,40 @@ def each_step(bulk: Bulk, v: int) -> Bulk:
 
 
 def steps_from(bulk: Bulk, start: int, stop: int) -> Bulk:
-    """The steps from `start` to before `stop`."""
     return per_step(bulk, lambda part, axis: part.narrow(axis, start, stop - start))
 
 
-def stream(x: Tensor, bulk: Bulk, p0: Tensor, *, lengths=None, log_params=False) -> Found:
-    v, c = x.shape[-2:]
-    best, one_matrix = c < 100 and not getattr(bulk, "sums", False), is_one_matrix(bulk)
-    options = {"log_params": log_params, "lag": LAG, "viterbi": best, "detach": False}
-    pieces, parts = logchain.Stream(bulk if one_matrix else None, p0, **options), []
-    into = None if one_matrix else each_step(bulk, v)
-    for start, stop in division(v, v + c):
+def joined(updates: list[StreamUpdate], field: int) -> Tensor | None:
+    parts = [update[field] for update in updates]
+    return None if parts[0] is None else torch.cat(parts, -1 if field == 3 else -2)
+
+
+def streamed(
+    x: Tensor, bulk: Bulk, p0: Tensor, pieces: list[tuple[int, int]], *, lengths=None, one_matrix=False, **options
+) -> tuple[Stream, StreamUpdate]:
+    """The stream after all pieces and a flush, and what it returned, concatenated."""
+    stream, updates = Stream(bulk if one_matrix else None, p0, **options), []
+    into = None if one_matrix else each_step(bulk, x.shape[-2])
+    for start, stop in pieces:
         ends = None if lengths is None else (ends_of(x, lengths) - start).clamp(0, stop - start)
         matrices = None if into is None else steps_from(into, start, stop)
-        parts.append(pieces.update(x[..., start:stop, :], matrices, lengths=ends))
-    parts.append(pieces.flush())
-    found = {
-        "log_norm": parts[-1].log_norm,
-        "filtered": torch.cat([part.filtered for part in parts], -2),
-        "smoothed": torch.cat([part.smoothed for part in parts], -2),
-    }
-    if not best:
-        return found
-    # states that were final before the sequence became impossible have been returned
-    states = torch.cat([part.states for part in parts], -1)
-    return found | {"best": states.masked_fill(found["log_norm"].isneginf()[..., None], -1)}
+        updates.append(stream.update(x[..., start:stop, :], matrices, lengths=ends))
+    updates.append(stream.flush())
+    return stream, StreamUpdate(updates[-1].log_norm, *(joined(updates, field) for field in (1, 2, 3)))
+
+
+def stream(x: Tensor, bulk: Bulk, p0: Tensor, **options) -> Found:
+    v, c = x.shape[-2:]
+    best = c < 100 and not getattr(bulk, "sums", False)
+    options |= {"one_matrix": is_one_matrix(bulk), "lag": LAG, "viterbi": best, "detach": False}
+    log_norm, filtered, smoothed, states = streamed(x, bulk, p0, division(v, v + c), **options)[1]
+    found = {"log_norm": log_norm, "filtered": filtered, "smoothed": smoothed}
+    if best:  # states that were final before the sequence became impossible have been returned
+        found["best"] = states.masked_fill(log_norm.isneginf()[..., None], -1)
+    return found
 
 
 def _ones(bulk: Tensor, *shape: int, log: bool) -> Tensor:
-    """Weights of 1."""
     return bulk.new_zeros(shape) if log else bulk.new_ones(shape)
 
 
@@ -229,7 +233,6 @@ STRUCTURES: dict[str, Callable[[Tensor, bool], transitions.Transition]] = {
 
 
 def of_structure(name: str, subject: Subject) -> Subject:
-    """A subject whose matrices are given as a structure."""
 
     def call(x: Tensor, bulk: Tensor, p0: Tensor, *, log_params=False, **options) -> Found:
         structure = STRUCTURES[name](bulk, log_params)

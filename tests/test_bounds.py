@@ -10,9 +10,8 @@ import logchain
 from logchain import reference
 from tests import oracle
 from tests.contract import Truth, assert_values, ulp, unit, value_bound
-from tests.families import FAMILIES, LARGE, Chain
+from tests.families import F32, F64, FAMILIES, LARGE, Chain
 
-F32, F64 = torch.float32, torch.float64
 BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 LOG = pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
 # large ones are too much for decimals
@@ -21,8 +20,7 @@ NAMES = pytest.mark.parametrize("name", [name for name in FAMILIES if name not i
 
 def drawn(name: str, dtype: torch.dtype, log: bool) -> tuple[Chain, Truth]:
     sizes = {} if name[-1].isdigit() else {"v": 6, "c": 5}  # decimals take their time
-    chain = FAMILIES[name](dtype, n=2, t=1, each=True, **sizes)
-    chain = chain.logs() if log else chain
+    chain = FAMILIES[name](dtype, n=2, t=1, each=True, log=log, **sizes)
     return chain, Truth(chain)
 
 

@@ -8,14 +8,14 @@ import torch
 
 from tests.backends import on, parameter
 from tests.conftest import INTERPRETED
-from tests.contract import TENSOR_CORES, Truth, assert_contract, poisoned_memory
+from tests.contract import Truth, assert_contract, poisoned_memory
 from tests.expected import Expected, expected
-from tests.families import FAMILIES, LARGE, PAIRS, Chain, dense
-from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
+from tests.families import F32, F64, FAMILIES, LARGE, Chain, dense
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, relaid
 from tests.subjects import PRODUCTS, SUBJECTS, Found, floating
 
-F32, F64 = torch.float32, torch.float64
-CHOICES = PAIRS.args[1]
+# of dtype, `each` and `log`: every two of them meet in every way
+CHOICES = [(F32, False, False), (F32, True, True), (F64, False, True), (F64, True, False)]
 
 # families that shifted sums get wrong, or whose chains are impossible
 HARD = ["dense", "detour", "left_to_right", "one_dead", "sparse", "log_far"]
@@ -64,9 +64,8 @@ def case(backend: str, subject: str, name: str, dtype: torch.dtype, each: bool, 
     if backend != "gpu" and subject not in LONG:
         return expected(name, dtype, each, log)
     sizes = {} if name[-1].isdigit() else {"v": 5 if backend == "gpu" else 240, "c": 4}
-    chain = FAMILIES[name](dtype, n=2, t=1, each=each, **sizes)
-    chain = chain.logs() if log else chain
-    return Expected(chain, Truth(chain), k=TENSOR_CORES if backend == "gpu" else 1)
+    chain = FAMILIES[name](dtype, n=2, t=1, each=each, log=log, **sizes)
+    return Expected(chain, Truth(chain))
 
 
 @pytest.mark.parametrize(("backend", "subject", "name", "dtype", "each", "log"), rows())
@@ -79,8 +78,8 @@ def test_values_and_gradients(backend, subject, name, dtype, each, log, request)
         found = call(*operands, log_params=known.chain.log_params)
         known.check(found)
         if subject in DIFFERENTIATED:
-            options = {"truth": known.truth, "device": device, "k": known.k}
-            assert_contract(known.chain, call=lambda **k: call(**k)["log_norm"], **options)
+            log_norm = lambda **operands: call(**operands)["log_norm"]  # noqa: E731
+            assert_contract(known.chain, truth=known.truth, device=device, call=log_norm)
 
 
 @pytest.fixture
@@ -114,7 +113,6 @@ def leaves(chain: Chain) -> list[torch.Tensor]:
 
 
 def total(found: Found, but: str = "") -> torch.Tensor:
-    """A number that depends on all floating outputs but one."""
     return sum((t.sin() * (1 + i)).sum() for i, t in enumerate(floating({k: t for k, t in found.items() if k != but})))
 
 
@@ -198,13 +196,12 @@ LAID_OUT = [
 @pytest.mark.parametrize(("backend", "subject", "how"), LAID_OUT, indirect=["backend"])
 def test_strides(backend, subject, how):
     chain, call = small(each=True, n=2, t=2), SUBJECTS[subject]
-    other = strange(chain, how) if how != "expanded" else chain
     if how == "expanded":
-        other = chain._replace(
-            x=chain.x[:1].expand(2, -1, -1, -1), bulk=chain.bulk[..., :1, :, :].expand_as(chain.bulk)
-        )
-        chain = Chain(*(operand.clone(memory_format=torch.contiguous_format) for operand in other[:3]))
-    operands, straight = [operand.detach().requires_grad_() for operand in other[:3]], leaves(chain)
+        other = chain.x[:1].expand(2, -1, -1, -1), chain.bulk[..., :1, :, :].expand_as(chain.bulk), chain.p0
+        chain = Chain(*(operand.clone(memory_format=torch.contiguous_format) for operand in other))
+    else:
+        other = [relaid(operand, how) for operand in chain[:3]]
+    operands, straight = [operand.detach().requires_grad_() for operand in other], leaves(chain)
     found, wanted = call(*operands), call(*straight)
     assert_same(found, wanted, **CLOSE)
     gradients = (torch.autograd.grad(total(one), some) for one, some in ((found, operands), (wanted, straight)))
@@ -300,8 +297,7 @@ DERIVED += [parameter("plain", name, *OPTIONS[i % 4]) for i, name in enumerate(I
 @pytest.mark.parametrize(("backend", "subject", "each", "log", "lengths"), DERIVED, indirect=["backend"])
 def test_derivatives_agree_with_finite_differences(backend, subject, each, log, lengths):
     """The first ones, and the second ones of what is no derivative itself."""
-    chain = dense(F64, n=2, t=1, v=3, c=2, each=each)
-    chain = chain.logs() if log else chain
+    chain = dense(F64, n=2, t=1, v=3, c=2, each=each, log=log)
 
     def outputs(*operands):
         return tuple(floating(SUBJECTS[subject](*operands, log_params=log, lengths=lengths)))
@@ -328,13 +324,9 @@ def test_counts_of_one_matrix_are_sums_over_thousands_of_rows(each):
 
 
 @pytest.mark.parametrize("subject", ["product", "marginals", "messages", "viterbi", "entropy"])
-def test_threads_change_no_result(subject):
+def test_threads_change_no_result(subject, set_threads):
     chain, found = dense(F32, n=2, t=1, v=700, c=24), []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            found.append(SUBJECTS[subject](*chain[:3]))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2):
+        set_threads(count)
+        found.append(SUBJECTS[subject](*chain[:3]))
     assert_same(*found, rtol=1e-5, atol=1e-5)

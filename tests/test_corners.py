@@ -7,10 +7,8 @@ import torch
 import logchain
 from logchain import reference
 from tests.contract import Truth, assert_contract, assert_values
-from tests.families import Chain, dense
+from tests.families import F32, F64, Chain, dense
 from tests.subjects import SUBJECTS
-
-F32, F64 = torch.float32, torch.float64
 
 
 def assert_true(x, bulk, p0, **options):

@@ -10,12 +10,9 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.best_paths import small
 from tests.contract import depth, gradient_bound, unit, value_bound
 from tests.expected import assert_posteriors
-
-F32, F64 = torch.float32, torch.float64
-NAN, INF = float("nan"), float("inf")
+from tests.families import F32, F64, INF, small
 
 
 def probabilities(operands: tuple[torch.Tensor, ...]) -> dict[tuple[int, ...], float]:

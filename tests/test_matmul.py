@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,54 +16,51 @@ from logchain.memory import peak_bytes
 from tests import oracle
 from tests.backends import on, parameter
 from tests.conftest import ON_GPU
-from tests.contract import TENSOR_CORES, assert_gradient, assert_values, gradient_bound, poisoned_memory, value_bound
-
-F32, F64 = torch.float32, torch.float64
-INF, NAN = float("inf"), float("nan")
+from tests.contract import assert_gradient, assert_values, gradient_bound, k_of, poisoned_memory, value_bound
+from tests.families import F32, F64, INF, NAN, Numbers
 
 
-def dense(normal, uniform, m, k, n):
-    return normal(m, k), normal(k, n)
+def dense(draw, m, k, n):
+    return draw.normal(m, k), draw.normal(k, n)
 
 
-def gaps(normal, uniform, m, k, n):
+def gaps(draw, m, k, n):
     """Entries hundreds of nats apart: few terms matter, and rarely those at both maxima."""
-    return 250.0 * normal(m, k), 250.0 * normal(k, n)
+    return 250.0 * draw.normal(m, k), 250.0 * draw.normal(k, n)
 
 
-def misaligned(normal, uniform, m, k, n, depth=200.0):
+def misaligned(draw, m, k, n, depth=200.0):
     """Rows fall by 200 nats where columns climb by 200."""
     slope = -depth * torch.linspace(0, 1, k, dtype=F64)
-    return slope + 0.1 * normal(m, k), slope.flip(0)[:, None] + 0.1 * normal(k, n)
+    return slope + 0.1 * draw.normal(m, k), slope.flip(0)[:, None] + 0.1 * draw.normal(k, n)
 
 
-def abyss(normal, uniform, m, k, n):
-    """Misaligned by more than the range of float64."""
-    return misaligned(normal, uniform, m, k, n, depth=1000.0)
+def abyss(draw, m, k, n):
+    return misaligned(draw, m, k, n, depth=1000.0)
 
 
-def just_representable(normal, uniform, m, k, n):
+def just_representable(draw, m, k, n):
     """Dominant terms 40 to 130 nats below both maxima: on both sides of what a shifted float32 sum can hold."""
     depth = torch.linspace(40, 130, m, dtype=F64)[:, None]
-    a = torch.cat([torch.zeros(m, 1, dtype=F64), normal(m, k - 1) - depth], 1) if k > 1 else normal(m, 1)
-    b = torch.cat([torch.full((1, n), -INF, dtype=F64), normal(k - 1, n)], 0) if k > 1 else normal(1, n)
+    a = torch.cat([torch.zeros(m, 1, dtype=F64), draw.normal(m, k - 1) - depth], 1) if k > 1 else draw.normal(m, 1)
+    b = torch.cat([torch.full((1, n), -INF, dtype=F64), draw.normal(k - 1, n)], 0) if k > 1 else draw.normal(1, n)
     return a, b
 
 
-def sparse(normal, uniform, m, k, n):
-    a, b = 20.0 * normal(m, k), 20.0 * normal(k, n)
-    return torch.where(uniform(m, k) < 0.7, -INF, a), torch.where(uniform(k, n) < 0.7, -INF, b)
+def sparse(draw, m, k, n):
+    a, b = 20.0 * draw.normal(m, k), 20.0 * draw.normal(k, n)
+    return torch.where(draw.uniform(m, k) < 0.7, -INF, a), torch.where(draw.uniform(k, n) < 0.7, -INF, b)
 
 
-def dead(normal, uniform, m, k, n):
+def dead(draw, m, k, n):
     """A row, a column and an inner index without any finite entry."""
-    a, b = normal(m, k), normal(k, n)
+    a, b = draw.normal(m, k), draw.normal(k, n)
     a[0], b[:, -1], a[:, k // 2], b[k // 2] = -INF, -INF, -INF, -INF
     return a, b
 
 
-def offsets(normal, uniform, m, k, n):
-    return normal(m, k) + 1e4 * torch.arange(m)[:, None], normal(k, n) - 3e4
+def offsets(draw, m, k, n):
+    return draw.normal(m, k) + 1e4 * torch.arange(m)[:, None], draw.normal(k, n) - 3e4
 
 
 CASES = [dense, gaps, misaligned, abyss, just_representable, sparse, dead, offsets]
@@ -72,10 +68,7 @@ SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 33, 40), (1, 1, 1)
 
 
 def draw(case, sizes, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
-    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=F64)  # noqa: E731
-    a, b = case(normal, uniform, *sizes)
+    a, b = case(Numbers(seed), *sizes)
     return a.to(dtype), b.to(dtype)
 
 
@@ -86,16 +79,6 @@ def depth(a, b, truth):
     return np.where(np.isfinite(below), below, 0.0).clip(0.0)
 
 
-class Backend(NamedTuple):
-    """The device of the operands, and k of the contract."""
-
-    device: str = "cpu"
-    k: int = 1
-
-
-CPU = Backend()
-
-
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of a few entries, so that torch operations cut small operands along sets, rows and columns."""
@@ -104,12 +87,12 @@ def small_pieces(monkeypatch):
 
 
 @pytest.fixture(params=["cpu", "plain", pytest.param("gpu", marks=ON_GPU)])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """What multiplies: loops in C, torch operations in small pieces, or Triton's kernels with small tiles."""
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device on which loops in C multiply, torch operations in small pieces, or Triton with small tiles."""
     if request.param != "cpu":
         request.getfixturevalue("small_tiles" if request.param == "gpu" else "small_pieces")
     with on(request.param) as device:
-        yield Backend(device, TENSOR_CORES if request.param == "gpu" else 1)
+        yield device
 
 
 def rows(names, *, cpu, gpu):
@@ -119,22 +102,23 @@ def rows(names, *, cpu, gpu):
     return pytest.mark.parametrize(f"backend {names}".split(), found, indirect=["backend"])
 
 
-def assert_matmul(a, b, backend=CPU):
+def assert_matmul(a, b, device="cpu"):
     """Value and both gradients within the contract; the gradients are sums of the terms' shares of their output."""
     dtype = F64 if F64 in (a.dtype, b.dtype) else F32
     wide_a, wide_b = a.detach().double().numpy(), b.detach().double().numpy()
-    a, b = (operand.detach().to(backend.device).requires_grad_() for operand in (a, b))
+    a, b = (operand.detach().to(device).requires_grad_() for operand in (a, b))
+    k = k_of(a)
     exact, shares = oracle.matmul(wide_a, wide_b)
     truth = exact if dtype == F64 else reference.matmul(wide_a, wide_b)
     # as a chain of two matrices
     inner, below = a.shape[-1], depth(wide_a, wide_b, truth)
     out = logchain.matmul(a, b)
     assert out.dtype == dtype
-    assert_values(out, truth, value_bound(truth, 2, inner, below, dtype=dtype, k=backend.k))
+    assert_values(out, truth, value_bound(truth, 2, inner, below, dtype=dtype, k=k))
     upstream = torch.arange(out.numel(), dtype=dtype).cos().reshape(out.shape)
-    out.backward(upstream.to(backend.device))
+    out.backward(upstream.to(device))
     shares = shares * upstream.double().numpy()[..., :, None, :]
-    allowed = gradient_bound(shares, 2, inner, below[..., :, None, :], dtype=dtype, k=backend.k)
+    allowed = gradient_bound(shares, 2, inner, below[..., :, None, :], dtype=dtype, k=k)
     terms = np.isfinite(wide_a[..., :, :, None] + wide_b[..., None, :, :])
     assert_gradient(a, shares.sum(-1), terms.sum(-1), allowed.sum(-1))
     assert_gradient(b, shares.sum(-3), terms.sum(-3), allowed.sum(-3))
@@ -168,8 +152,8 @@ def test_half_types_are_exact_on_their_rounded_inputs(case, dtype, backend):
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_a_difference_that_overflows_is_no_minus_infinity(dtype, backend):
     far = 2.0 ** (127 if dtype == F32 else 1023)
-    a = torch.tensor([[far, -1.5 * far]], dtype=dtype, device=backend.device, requires_grad=True)
-    b = torch.tensor([[-INF], [0.0]], dtype=dtype, device=backend.device)
+    a = torch.tensor([[far, -1.5 * far]], dtype=dtype, device=backend, requires_grad=True)
+    b = torch.tensor([[-INF], [0.0]], dtype=dtype, device=backend)
     out = logchain.matmul(a, b)
     out.sum().backward()
     assert out.item() == -1.5 * far and a.grad.tolist() == [[0.0, 1.0]]
@@ -192,7 +176,7 @@ def test_batch_axes_broadcast(case, batches, backend):
 @pytest.mark.parametrize("sizes", [(0, 3, 2), (2, 3, 0), (0, 3, 0), (2, 0, 3), (0, 0, 0)], ids=str)
 def test_empty_sizes(sizes, backend):
     m, k, n = sizes
-    a, b = (torch.zeros(shape, device=backend.device, requires_grad=True) for shape in ((m, k), (k, n)))
+    a, b = (torch.zeros(shape, device=backend, requires_grad=True) for shape in ((m, k), (k, n)))
     out = logchain.matmul(a, b)
     assert out.shape == (m, n) and (out == -INF).all()
     out.sum().backward()
@@ -225,7 +209,7 @@ def test_out_is_written_and_returned(case, dtype):
 
 
 def test_nan_stays_in_its_row_and_column(backend):
-    a, b = (operand.to(backend.device) for operand in draw(dense, (4, 5, 3), F32))
+    a, b = (operand.to(backend) for operand in draw(dense, (4, 5, 3), F32))
     clean = logchain.matmul(a, b)
     a[1, 2] = NAN
     a.requires_grad_(), b.requires_grad_()
@@ -236,7 +220,7 @@ def test_nan_stays_in_its_row_and_column(backend):
 
 
 def test_only_wanted_gradients(backend):
-    a, b = (operand.to(backend.device) for operand in draw(misaligned, (4, 5, 3), F32))
+    a, b = (operand.to(backend) for operand in draw(misaligned, (4, 5, 3), F32))
     for wants_a, wants_b in itertools.product([False, True], repeat=2):
         left, right = a.clone().requires_grad_(wants_a), b.clone().requires_grad_(wants_b)
         out = logchain.matmul(left, right)
@@ -252,16 +236,16 @@ DEPTHS = [(depth, weight) for depth in (30.0, 55.0, 60.0, 64.0) for weight in (1
 @rows("depth weight", cpu=DEPTHS + DEPTHS[::-1], gpu=DEPTHS[4:8])
 def test_gradients_scale_with_the_weight(weight, depth, backend):
     """A large weight over a small sum is no overflow: the gradient is the weight times a share."""
-    a = torch.tensor([[0.0, -depth]], device=backend.device, requires_grad=True)
-    b = torch.tensor([[-depth], [0.0]], device=backend.device, requires_grad=True)
+    a = torch.tensor([[0.0, -depth]], device=backend, requires_grad=True)
+    b = torch.tensor([[-depth], [0.0]], device=backend, requires_grad=True)
     for gradient in torch.autograd.grad(logchain.matmul(a, b), (a, b), torch.full_like(a[:, :1], weight)):
         torch.testing.assert_close(gradient / weight, torch.full_like(gradient, 0.5), rtol=0, atol=4e-5)
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [(F64, 5e5), (F64, 1e17), (F32, 1e13)], ids=str)
 def test_shares_of_what_underflowed_have_the_digits_of_their_differences(dtype, offset, backend):
-    a = torch.tensor([[0.0, -60.3, -60.7]], dtype=dtype, device=backend.device, requires_grad=True)
-    logchain.matmul(a, torch.tensor([[-INF], [offset], [offset]], dtype=dtype, device=backend.device)).sum().backward()
+    a = torch.tensor([[0.0, -60.3, -60.7]], dtype=dtype, device=backend, requires_grad=True)
+    logchain.matmul(a, torch.tensor([[-INF], [offset], [offset]], dtype=dtype, device=backend)).sum().backward()
     share = 1 / (1 + np.exp(float((a[0, 2] - a[0, 1]).detach())))
     np.testing.assert_allclose(a.grad[0, 1].item(), share, rtol=40 * torch.finfo(dtype).eps)
 
@@ -278,27 +262,27 @@ def test_a_gradient_is_a_precise_sum_over_many_rows(transposed, depth):
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=ON_GPU)], indirect=True)
 def test_weights_that_cancel_are_added_before_they_are_scaled(backend):
-    a = torch.tensor([[0.0, -200.0]], device=backend.device, requires_grad=True)
-    b = torch.tensor([[-INF], [0.0]], device=backend.device).repeat(1, 80)
-    weight = torch.tensor([1e37, -1e37], device=backend.device).repeat_interleave(40)[None]
+    a = torch.tensor([[0.0, -200.0]], device=backend, requires_grad=True)
+    b = torch.tensor([[-INF], [0.0]], device=backend).repeat(1, 80)
+    weight = torch.tensor([1e37, -1e37], device=backend).repeat_interleave(40)[None]
     (grad_a,) = torch.autograd.grad(logchain.matmul(a, b), a, weight)
     assert grad_a[0, 0] == 0 and grad_a[0, 1].abs() <= 80 * 1e37 * torch.finfo(F32).eps
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=ON_GPU)], indirect=True)
 def test_small_weights_keep_their_digits_beside_large_ones(backend):
-    a, b = torch.zeros(2, 2, device=backend.device, requires_grad=True), torch.zeros(2, 1, device=backend.device)
-    (grad_a,) = torch.autograd.grad(logchain.matmul(a, b), a, torch.tensor([[1e5], [1e-38]], device=backend.device))
+    a, b = torch.zeros(2, 2, device=backend, requires_grad=True), torch.zeros(2, 1, device=backend)
+    (grad_a,) = torch.autograd.grad(logchain.matmul(a, b), a, torch.tensor([[1e5], [1e-38]], device=backend))
     expected = torch.tensor([[5e4], [5e-39]]).expand(2, 2)
-    torch.testing.assert_close(grad_a.cpu(), expected, rtol=0 if backend is CPU else 2e-6, atol=0)
+    torch.testing.assert_close(grad_a.cpu(), expected, rtol=0 if k_of(a) == 1 else 2e-6, atol=0)
 
 
 @pytest.mark.parametrize("other", [INF, NAN])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=ON_GPU)], indirect=True)
 def test_a_weight_that_is_not_finite_stays_in_its_row(other, backend):
-    a = torch.tensor([[0.0, -50.0]], device=backend.device).repeat(2, 1).requires_grad_()
-    b = torch.tensor([[-INF], [0.0]], device=backend.device)
-    weight = torch.tensor([[1e30], [other]], device=backend.device)
+    a = torch.tensor([[0.0, -50.0]], device=backend).repeat(2, 1).requires_grad_()
+    b = torch.tensor([[-INF], [0.0]], device=backend)
+    weight = torch.tensor([[1e30], [other]], device=backend)
     (grad_a,) = torch.autograd.grad(logchain.matmul(a, b), a, weight)
     torch.testing.assert_close(grad_a[0].cpu(), torch.tensor([0.0, 1e30]))
 

@@ -1,10 +1,8 @@
 """A memory budget is kept to the byte, or refused, by values, gradients and operands in a file."""
 
 import io
-import os
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 
 import logchain
 from logchain.memory import peak_bytes
+from tests.backends import run_python
 from tests.contract import assert_contract
 from tests.families import FAMILIES
 
@@ -177,10 +176,6 @@ def test_a_bar_needs_tqdm_and_several_segments(bars, monkeypatch):
 
 
 MB = 1_000_000
-ROOT = Path(__file__).parents[1]
-
-# where the library lies that is tested here
-LIBRARY = str(Path(logchain.__file__).parents[1])
 
 
 def mapped(path, shape):
@@ -236,10 +231,6 @@ def read_within_a_limit(path, which):
 @pytest.mark.parametrize("which", ["x", "bulk"])
 def test_a_memory_map_larger_than_the_memory_is_read_in_segments(which, tmp_path):
     code = f"from tests.test_memory_budget import *; read_within_a_limit({str(tmp_path / which)!r}, {which!r})"
-    code = f"import sys; sys.path.append({str(ROOT)!r}); {code}"
     # what is freed is given back, whatever its size
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": LIBRARY}
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
-    )
+    found = run_python(code, tmp_path, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536")
     assert found.returncode == 0, found.stderr

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import logchain
 from logchain import transitions
 from tests.subjects import OTHERS, STRATEGIES
+from tests.transitions.structures import MAKE, WITH_PATHS, C, numbers
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -88,35 +89,18 @@ def test_schedules_have_the_shapes_of_a_cpu(strategy):
         without_values(product, chain(dtype, v=30, each=bool(options)))
 
 
-def structures() -> dict[str, transitions.Transition]:
-    arcs = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 3]])
-    return {
-        "banded": transitions.Banded(torch.rand(2, 4), [0, 1]),
-        "sparse": transitions.Sparse(arcs, torch.rand(5), 4),
-        "low_rank": transitions.LowRank(torch.rand(4, 2), torch.rand(4, 2), torch.rand(4)),
-        "duration": transitions.Duration(torch.rand(2, 2), torch.rand(2, 2)),
-        "blocks": transitions.BlockDiagonal(torch.rand(5, 2, 2, 2)),
-        "kronecker": transitions.Kronecker(torch.rand(2, 2), torch.rand(2, 2)),
-        "monarch": transitions.Monarch(torch.rand(2, 2, 2), torch.rand(2, 2, 2)),
-    }
-
-
-KINDS = list(structures())
-
-
 @pytest.mark.parametrize("lengths", [None, [6, 3, 1]], ids=str)
 @pytest.mark.parametrize("function", OF_STRUCTURES)
 def test_structures_have_the_shapes_of_a_cpu(function, lengths):
     """One structure for each function and choice of lengths, in turn."""
-    kinds = [kind for kind in KINDS if function not in ("viterbi", "topk_paths") or kind not in ("low_rank", "monarch")]
-    kind = kinds[(OF_STRUCTURES.index(function) + 3 * bool(lengths)) % len(kinds)]
-    x, _, p0 = chain(batch=(3,))
-    whole = structures()[kind]
+    kinds = WITH_PATHS if function in ("viterbi", "topk_paths") else list(MAKE)
+    make = MAKE[kinds[(OF_STRUCTURES.index(function) + 3 * bool(lengths)) % len(kinds)]]
+    (x, _, p0), whole = chain(c=C, batch=(3,)), make(numbers(0, F32), 5 if lengths else 1)
     operands = [x, p0, *(t.requires_grad_() for t in whole.parameters)]
 
     def run(x, p0, *parameters):
         # the indices of arcs have to be without values, too
-        like = whole if x.device.type == "meta" or type(x) is Tensor else structures()[kind]
+        like = whole if x.device.type == "meta" or type(x) is Tensor else make(torch.ones)
         return FUNCTIONS[function](x, like.with_parameters(*parameters), p0, lengths=lengths)
 
     without_values(run, operands)

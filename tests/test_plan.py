@@ -24,13 +24,6 @@ def results(operands, strategy, gradients=True):
     return [out.detach(), *(torch.autograd.grad(out.sum(), operands) if gradients else ())]
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_shapes_have_the_plan_of_tensors(shapes, gradients):
@@ -52,8 +45,8 @@ def test_shapes_have_the_plan_of_tensors(shapes, gradients):
         (1, 4500, 128, True, "segments", "sequential"),
     ],
 )
-def test_product_follows_its_plan(count, v, c, one_matrix, schedule, other, threads):
-    threads(count)
+def test_product_follows_its_plan(count, v, c, one_matrix, schedule, other, set_threads):
+    set_threads(count)
     operands = chain(1, v, c, gradients=True, one_matrix=one_matrix)
     assert logchain.plan(*operands).schedule == schedule
     gradients, as_planned, otherwise = (results(operands, name)[1] for name in ("auto", schedule, other))
@@ -77,8 +70,8 @@ def test_product_follows_its_plan(count, v, c, one_matrix, schedule, other, thre
         (2, ((4096, 64, 64), (1, 64, 64), (64,)), {"device": "cuda"}, "sequential", "too short for segments"),
     ],
 )
-def test_schedule_suits_the_shapes(count, shapes, options, schedule, reason, threads):
-    threads(count)
+def test_schedule_suits_the_shapes(count, shapes, options, schedule, reason, set_threads):
+    set_threads(count)
     planned = logchain.plan(*shapes, **options)
     assert (planned.schedule, planned.reason) == (schedule, reason)
     assert (planned.segments > 1) == (schedule == "segments")

@@ -5,15 +5,11 @@ import pytest
 
 from logchain import reference
 from tests import oracle
-from tests.families import FAMILIES, LARGE
+from tests.contract import numbers
+from tests.families import FAMILIES, INF, LARGE
 
-INF = float("inf")
 ENUMERABLE = {"v": 5, "c": 3, "n": 2}
 FIXED = ("v1", "v2", "v3", "c1", "c301", "far_start1")
-
-
-def arrays(chain):
-    return tuple(tensor.numpy() for tensor in chain[:3])
 
 
 def assert_same(found: reference.Marginals, truth: oracle.Truth, largest: float) -> None:
@@ -36,7 +32,7 @@ def test_reference_agrees_with_all_paths(name, each):
     sizes = ENUMERABLE if name not in FIXED else {}
     chain = FAMILIES[name](each=each, **sizes)
     for case in (chain, chain.logs()):
-        x, bulk, p0 = arrays(case)
+        x, bulk, p0 = numbers(case)
         truth = oracle.all_paths(x, bulk, p0, log_params=case.log_params)
         found = reference.marginals(x, bulk, p0, log_params=case.log_params)
         messages = reference.forward_backward(x, bulk, p0, log_params=case.log_params)
@@ -49,7 +45,7 @@ def test_reference_agrees_with_all_paths(name, each):
 @pytest.mark.parametrize("lengths", [[1, 4], [5, 2], [[5, 1], [3, 2]]], ids=str)
 def test_reference_agrees_with_all_paths_at_every_length(name, lengths):
     chain = FAMILIES[name](each=True, **ENUMERABLE)
-    x, bulk, p0 = arrays(chain)
+    x, bulk, p0 = numbers(chain)
     options = {"log_params": chain.log_params, "lengths": lengths}
     truth = oracle.all_paths(x, bulk, p0, **options)
     messages = reference.forward_backward(x, bulk, p0, **options)
@@ -57,7 +53,7 @@ def test_reference_agrees_with_all_paths_at_every_length(name, lengths):
 
 
 def test_nan_behind_the_end_has_no_influence():
-    x, bulk, p0 = arrays(FAMILIES["dense"](each=True, **ENUMERABLE))
+    x, bulk, p0 = numbers(FAMILIES["dense"](each=True, **ENUMERABLE))
     clean = reference.marginals(x, bulk, p0, lengths=[3, 5])
     x[0, :, 3:], bulk[0, :, 2:] = np.nan, np.nan
     for found, expected in zip(reference.marginals(x, bulk, p0, lengths=[3, 5]), clean, strict=True):
@@ -85,7 +81,7 @@ def test_reference_matmul_agrees_with_decimals(shapes):
 
 
 def test_entropy_does_not_lose_digits_to_an_offset():
-    x, bulk, p0 = arrays(FAMILIES["offsets"](n=1, t=1, v=60, c=4))
+    x, bulk, p0 = numbers(FAMILIES["offsets"](n=1, t=1, v=60, c=4))
     assert abs(reference.entropy(x, bulk, p0) - oracle.entropy(x[0, 0], bulk[0, 0], p0[0, 0])) < 1e-10
 
 

@@ -32,7 +32,6 @@ def paths(arcs, start, frames):
 
 
 def total(log_probs, arcs, scores, final, start):
-    """The log-weight of all paths, one by one."""
     weights = [torch.tensor(-math.inf, dtype=scores.dtype)]
     for path in paths(arcs.tolist(), start, len(log_probs)):
         weight = final[arcs[path[-1], 1]]

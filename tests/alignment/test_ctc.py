@@ -91,17 +91,6 @@ def test_star_is_one_more_class_of_probability_one():
     assert distance(loss(log_probs + 1, targets, frames, labels, star=True), ours - torch.tensor(frames)) <= NATS
 
 
-def test_gradients_of_star_are_posteriors_and_zero_where_nothing_is_possible():
-    leaf = normal(6, 2, 4).requires_grad_()
-    forbidden = torch.zeros(6, 2, 4, dtype=torch.bool)
-    forbidden[2, 0] = forbidden[:, 1, 0] = True
-    value = loss(leaf.masked_fill(forbidden, -math.inf), torch.tensor([[4, 1], [2, 4]]), (6, 6), (2, 2), star=True)
-    assert value.isfinite().tolist() == [False, True]
-    (gradient,) = torch.autograd.grad(value.sum(), leaf)
-    assert (gradient[:, 0] == 0).all() and (gradient[:, 1, 0] == 0).all()
-    assert distance(-gradient[:, 1].sum(-1), [1.0] * 6) <= SHARE
-
-
 @pytest.mark.parametrize("lengths", [(5, 2), (torch.tensor(4), torch.tensor(2)), ([5], [1])], ids=str)
 def test_single_sequence_has_no_axis(lengths):
     log_probs, labels = normal(5, 3).log_softmax(-1), torch.tensor([1, 1])
@@ -136,17 +125,27 @@ def test_values_gradients_and_paths_equal_the_enumeration_of_alignments(target):
     assert paths.scores[-1] == -math.inf
 
 
-def test_impossible_targets_have_gradient_zero():
-    leaf = normal(6, 3, 4).requires_grad_()
-    forbidden = torch.zeros(6, 3, 4, dtype=torch.bool)
-    forbidden[2, 0, 1] = forbidden[:, 1, 2] = True
+# targets, frames, places (frame, sequence, class) that are forbidden, and which targets are possible
+IMPOSSIBLE = {
+    False: ([[1, 3], [2, 3], [1, 1]], (6, 6, 2), [(2, 0, 1), (slice(None), 1, 2)], [True, False, False]),
+    True: ([[4, 1], [2, 4]], (6, 6), [(2, 0), (slice(None), 1, 0)], [False, True]),
+}
+
+
+@pytest.mark.parametrize("star", IMPOSSIBLE)
+def test_gradients_are_posteriors_and_zero_where_nothing_is_possible(star):
+    targets, frames, places, possible = IMPOSSIBLE[star]
+    leaf = normal(6, len(targets), 4).requires_grad_()
+    forbidden = torch.zeros(6, len(targets), 4, dtype=torch.bool)
+    for place in places:
+        forbidden[place] = True
     log_probs = leaf.masked_fill(forbidden, -math.inf)
     log_probs.retain_grad()
-    ours = loss(log_probs, torch.tensor([[1, 3], [2, 3], [1, 1]]), (6, 6, 2), (2, 2, 2))
-    assert ours.isfinite().tolist() == [True, False, False]
+    ours = loss(log_probs, torch.tensor(targets), frames, (2,) * len(targets), star=star)
+    assert ours.isfinite().tolist() == possible
     ours.sum().backward()
-    assert (log_probs.grad[:, 1:] == 0).all() and log_probs.grad[2, 0, 1] == 0
-    assert distance(-log_probs.grad[:, 0].sum(-1), [1.0] * 6) <= SHARE
+    assert (log_probs.grad[:, ~torch.tensor(possible)] == 0).all() and (log_probs.grad[forbidden] == 0).all()
+    assert distance(-log_probs.grad[:, torch.tensor(possible)].sum(-1), torch.ones(6, 1)) <= SHARE
 
 
 def test_labels_of_alignments_are_the_targets():

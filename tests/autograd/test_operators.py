@@ -7,16 +7,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import logchain
-from tests.families import FAMILIES
+from tests.autograd.test_derivatives import pairwise
+from tests.families import F32, F64, FAMILIES
 from tests.subjects import OTHERS, STRATEGIES, SUBJECTS, floating
 from tests.test_contract import leaves
 
 OPS = torch.ops.logchain
-F32, F64 = torch.float32, torch.float64
 
 
 def as_tuple(name):
-    """A subject that returns a tuple."""
     return lambda *operands, **options: tuple(SUBJECTS[name](*operands, **options).values())
 
 
@@ -40,53 +39,47 @@ def problem(query, dtype=F64, each=False):
     return lambda *operands: (function(*operands),), [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def chains(dtype=F64):
-    yield "shared", FAMILIES["dense"](dtype, v=4, c=3), None
-    yield "each", FAMILIES["dense"](dtype, v=4, c=3, each=True), None
-    yield "recomputed", FAMILIES["detour"](dtype, v=4, c=3), None
-    yield "lengths", FAMILIES["dense"](dtype, v=4, c=3), torch.tensor([[4, 4], [1, 2], [3, 1]])
-    yield "one variable", FAMILIES["dense"](dtype, v=1, c=3), None
+# chains and their lengths
+DENSE = FAMILIES["dense"](F64, v=4, c=3)
+CHAINS = {
+    "shared": (DENSE, None),
+    "each": (FAMILIES["dense"](F64, v=4, c=3, each=True), None),
+    "recomputed": (FAMILIES["detour"](F64, v=4, c=3), None),
+    "lengths": (DENSE, torch.tensor([[4, 4], [1, 2], [3, 1]])),
+    "one variable": (FAMILIES["dense"](F64, v=1, c=3), None),
+}
 
 
-CHAINS = list(chains())
-IDS = [name for name, *_ in CHAINS]
-
-
-def test_opcheck_of_chains():
-    _, chain, lengths = CHAINS[IDS.index("lengths")]
-    x, bulk, p0 = leaves(chain)
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True, 1, 0))
+@pytest.mark.parametrize(("name", "v", "segments"), [("dense", 4, (1, 0)), ("left_to_right", 6, (3, 2))])
+def test_opcheck_of_log_norm(name, v, segments):
+    operands = x, bulk, p0 = leaves(FAMILIES[name](F64, v=v, c=3))
+    lengths, log = torch.tensor([[v, v], [1, 2], [3, 1]]), False
+    torch.library.opcheck(OPS.log_norm.default, (*operands, lengths, log, True, *segments))
     with torch.no_grad():
-        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True, 1, 0)
+        torch.library.opcheck(OPS.log_norm.default, (*operands, lengths, log, False, *segments))
+        kept = OPS.log_norm(*operands, lengths, log, True, *segments)
     grad = torch.randn_like(kept[0]).requires_grad_()
     for by_log in (False, True):
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True, 1, 0)
+        arguments = (grad, *operands, lengths, *kept, log, by_log, True, True, True, *segments)
         torch.library.opcheck(OPS.log_norm_backward.default, arguments)
-        along = [torch.randn_like(operand) for operand in (x, bulk, p0)]
-        arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
+        along = [torch.randn_like(operand) for operand in operands]
         with torch.no_grad():
-            torch.library.opcheck(OPS.log_norm_second.default, (grad, *arguments))
-    torch.library.opcheck(OPS.messages.default, (x, bulk, p0, lengths, chain.log_params))
+            arguments = (grad, *operands, lengths, *along, log, by_log)
+            torch.library.opcheck(OPS.log_norm_second.default, arguments)
     with torch.no_grad():
-        found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
-        arguments = (*map(torch.randn_like, found), x, bulk, p0, lengths, chain.log_params)
-        torch.library.opcheck(OPS.messages_backward.default, arguments)
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1, 0)
+        arguments = (grad, *operands, lengths, *kept, log, False, True, False, False, *segments)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
-        for k in (None, 2):
-            torch.library.opcheck(OPS.best_paths.default, (*chain[:3], lengths, chain.log_params, k))
 
 
-def test_opcheck_of_segments():
-    x, bulk, p0 = leaves(FAMILIES["left_to_right"](F64, v=6, c=3))
-    lengths = torch.tensor([[6, 6], [1, 2], [3, 1]])
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, True, 3, 2))
+def test_opcheck_of_messages_and_best_paths():
+    chain, lengths = CHAINS["lengths"]
+    arguments = (*leaves(chain), lengths, chain.log_params)
+    torch.library.opcheck(OPS.messages.default, arguments)
     with torch.no_grad():
-        torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, False, 3, 2))
-        kept = OPS.log_norm(x, bulk, p0, lengths, False, True, 3, 2)
-    grad = torch.randn_like(kept[0]).requires_grad_()
-    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, 3, 2)
-    torch.library.opcheck(OPS.log_norm_backward.default, arguments)
+        found = OPS.messages(*arguments)
+        torch.library.opcheck(OPS.messages_backward.default, (*map(torch.randn_like, found), *arguments))
+        for k in (None, 2):
+            torch.library.opcheck(OPS.best_paths.default, (*arguments, k))
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 5), (1, 1, 1, 1)], ids=str)
@@ -122,7 +115,7 @@ def total(found):
 
 # every query with one of the chains, and the product with all
 COMPILED_CHAINS = list(zip(COMPILED, itertools.cycle(["lengths", "each", "recomputed", "one variable"]), strict=False))
-COMPILED_CHAINS += [("product", name) for name in IDS]
+COMPILED_CHAINS += [("product", name) for name in CHAINS]
 
 
 def assert_compiled_alike(function, operands, dynamic=False, **tolerance):
@@ -138,7 +131,7 @@ def assert_compiled_alike(function, operands, dynamic=False, **tolerance):
 
 @pytest.mark.parametrize(("query", "name"), COMPILED_CHAINS)
 def test_every_query_compiles_into_one_graph(query, name):
-    _, chain, lengths = CHAINS[IDS.index(name)]
+    chain, lengths = CHAINS[name]
 
     def function(x, bulk, p0):
         found = SUBJECTS[query](x + 1, bulk * 1.5, p0 * 0.5, log_params=chain.log_params, lengths=lengths)
@@ -154,9 +147,12 @@ def test_products_of_matrices_compile_into_one_graph(name):
     assert_compiled_alike(lambda *o: (function(*(2 * one for one in o))[0] + 1,), operands, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("query", "name"), [*((query, "shared") for query in QUERIES), *(("product", n) for n in IDS)])
+EXPORTED_CHAINS = [(query, "shared") for query in QUERIES] + [("product", name) for name in CHAINS]
+
+
+@pytest.mark.parametrize(("query", "name"), EXPORTED_CHAINS)
 def test_every_query_is_exported(query, name):
-    _, chain, lengths = CHAINS[IDS.index(name)]
+    chain, lengths = CHAINS[name]
 
     class Module(torch.nn.Module):
         def forward(self, x, bulk, p0):
@@ -175,7 +171,6 @@ MAPPED += [(name, (dim,)) for name in ("matrix_product", "prefix_products") for 
 
 
 def slope(function):
-    """The gradients of a sum."""
     return lambda *o: torch.func.grad(lambda *o: total(tree_leaves(function(*o))), argnums=tuple(range(len(o))))(*o)
 
 
@@ -243,14 +238,7 @@ NESTED |= {
 def test_nested_transforms_agree_with_the_definition(nested):
     x, bulk, p0, _ = FAMILIES["dense"](F64, n=2, t=2, v=3, c=2)
     operands = (x, bulk[0, 0].log(), p0[0, 0].log())
-
-    def definition(x, bulk, p0):
-        message = p0 + x[..., 0, :]
-        for i in range(1, x.shape[-2]):
-            message = torch.logsumexp(message[..., :, None] + bulk[min(i, len(bulk)) - 1], -2) + x[..., i, :]
-        return torch.logsumexp(message, -1)
-
-    functions = definition, lambda *o: logchain.product(*o, log_params=True)
+    functions = pairwise, lambda *o: logchain.product(*o, log_params=True)
     expected, results = (NESTED[nested](function) for function in functions)
     for one, other in zip(tree_leaves(results(*operands)), tree_leaves(expected(*operands)), strict=True):
         torch.testing.assert_close(one, other)

@@ -8,11 +8,7 @@ from logchain import reference
 from logchain.semirings import LOG, MAX, Semiring, total
 from logchain.viterbi import viterbi
 from tests import oracle
-from tests.best_paths import small
-from tests.families import FAMILIES, dense
-
-F32, F64 = torch.float32, torch.float64
-NAN, INF = float("nan"), float("inf")
+from tests.families import F32, F64, FAMILIES, INF, dense, small
 
 
 def tempered(terms, dim):

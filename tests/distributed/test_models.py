@@ -27,7 +27,6 @@ WRAPPERS = {"ddp": DistributedDataParallel, "fsdp2": lambda of: fully_shard(of, 
 
 
 def model_of(kind):
-    """The model, the same in every process."""
     torch.manual_seed(1)
     return MODELS[kind][0]().double()
 

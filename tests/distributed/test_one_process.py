@@ -56,7 +56,6 @@ class Case(NamedTuple):
         return torch.where(inside[..., None], paths, -100).movedim(-1, 0)  # of strange strides
 
     def of(self, rank: int) -> tuple[Tensor, ...]:
-        """x, `bulk` and p0 of a rank."""
         parts = self.part(rank, "gradient of x", self.x), self.part(rank, "gradient of bulk", self.bulk), self.p0
         return tuple(part.clone() if self.layout is None else relaid(part, self.layout) for part in parts)
 
@@ -87,7 +86,6 @@ def chain(
 
 
 def differentiated(function, operands, *args, **options):
-    """Values, and their gradients with weights that differ by sequence."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     value = function(*leaves, *args, **options)
     weight = torch.linspace(0.5, 2.0, value.numel(), dtype=value.dtype, device="cpu").view(value.shape)
@@ -145,7 +143,6 @@ def assert_same(team, function, cases, run=on_rank):
 
 
 def tolerance(case, name, dtype):
-    """The relative and the absolute error of a result."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     bound = 2 * of_steps(sum(case.sizes), case.x.shape[-1], 20.0, dtype=case.x.dtype)
     match name:
@@ -314,7 +311,6 @@ def test_an_infinite_weight_is_not_an_impossible_one(teams, where):
 
 
 def wanted_gradients(rank, case, wanted, function, args):
-    """The gradients of two passes."""
     leaves = [leaf.requires_grad_(name in wanted[rank]) for name, leaf in zip(NAMES, case.of(rank), strict=True)]
     value = getattr(distributed, function)(*leaves, *(case.part(rank, "states", path) for path in args)).sum()
     value.backward(retain_graph=True)

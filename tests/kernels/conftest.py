@@ -11,7 +11,6 @@ LEVELS = [level for level in LEVELS if level <= library.level()]
 
 @pytest.fixture(params=LEVELS)
 def level(request, monkeypatch):
-    """The level whose loops compute in the test."""
     monkeypatch.setattr(library, "level", lambda: request.param)
     arguments.function.cache_clear()
     request.addfinalizer(arguments.function.cache_clear)

@@ -12,9 +12,8 @@ import logchain
 from logchain import reference, transitions
 from tests.backends import on
 from tests.contract import assert_values, poisoned_memory, sum_to, ulp, unit
+from tests.families import F32, F64, INF
 
-F32, F64 = torch.float32, torch.float64
-INF = float("inf")
 FACTORS = transitions.LowRank, transitions.BlockDiagonal, transitions.Monarch, transitions.Kronecker
 
 
@@ -29,10 +28,16 @@ class Kind(NamedTuple):
     def is_product(self) -> bool:
         return self.make in FACTORS
 
+    def random(self, rand: Callable[..., Tensor], *lead: int) -> transitions.Transition:
+        """A structure whose parameters have such leading axes, and are drawn by a function of a shape."""
+        return self.make(*(rand(*lead, *size) for size in self.sizes))
+
 
 def arcs(c: int, pairs: list[tuple[int, int]]) -> Kind:
-    indices = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).mT
-    return Kind(c, [(len(pairs),)], lambda values: transitions.Sparse(indices, values, c))
+    def make(values: Tensor) -> transitions.Transition:
+        return transitions.Sparse(torch.tensor(pairs, dtype=torch.int64).view(-1, 2).mT, values, c)
+
+    return Kind(c, [(len(pairs),)], make)
 
 
 def random_arcs(c: int, density: float = 0.4) -> Kind:

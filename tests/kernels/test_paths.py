@@ -16,17 +16,14 @@ from logchain.kernels.plain import sample as sample_plainly
 from logchain.kernels.plain import viterbi
 from tests.backends import on
 from tests.contract import poisoned_memory
-from tests.families import FAMILIES
+from tests.families import F32, F64, FAMILIES, INF
 from tests.seeded import seeded
 
-F32, F64 = torch.float32, torch.float64
-INF = float("inf")
 QUERIES = pytest.mark.parametrize("query", ["viterbi", "topk_paths", "sample"])
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "cpu"])
 
 
 def paths(backend, query, chain, count=3, lengths=None):
-    """The states of best or of so many paths."""
     options = {"log_params": chain.log_params, "lengths": lengths}
     with on(backend):
         if query == "viterbi":

@@ -324,22 +324,6 @@ def test_factors_of_some_sequences_keep_near_dense_chains(name, log):
     check("cpu", chain._replace(parameters=(far, *(one[:, :1] for one in rest))), near=1e-4)
 
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_what_underflows_in_factors_is_found(name):
-    recomputed = 0
-    for seed in range(6):
-        log, by = seed % 2 > 0, (20.0, 60.0, 75.0)[seed % 3]
-        options = {"scale": (1.0, 40.0)[seed // 3], "zeros": 0.3 if seed % 4 > 1 else 0, "log": log, "seed": seed}
-        chain, generator = draw(KINDS[name], **options), torch.Generator().manual_seed(seed)
-        smaller = []
-        for one in chain.parameters:
-            less = (torch.rand(one.shape, generator=generator) < 0.5).double() * by * (50 if log else 1)
-            smaller.append((one.double() - less if log else one.double() * (-less).exp()).to(one.dtype))
-        chain = chain._replace(parameters=tuple(smaller))
-        recomputed += check("cpu", chain, near=3e-3 if log else 1e-4).recomputed
-    assert recomputed or KINDS[name].c == 1
-
-
 def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
     """State 2 is left with a weight of 1e-60, and all others die; zeros that are no path are no reason."""
     sides, p0 = [[[[1.0, 0], [1.0, 0], [0, 1e-30]]]] * 2, [1.0, 1, 1]

@@ -1,18 +1,17 @@
-"""Structures of each kind."""
+"""Structures of each kind, of 12 states."""
 
+import random
 from collections.abc import Callable
 
 import torch
 
-from logchain import transitions
 from logchain.transitions import Semiring, Transition
+from tests.kernels import structures
 
 C = 12
 
-Rand = Callable[..., torch.Tensor]
 
-
-def numbers(seed: int, dtype: torch.dtype = torch.float64) -> Rand:
+def numbers(seed: int, dtype: torch.dtype = torch.float64) -> Callable[..., torch.Tensor]:
     """A function that draws weights of a shape, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -21,11 +20,6 @@ def numbers(seed: int, dtype: torch.dtype = torch.float64) -> Rand:
         return weights.masked_fill(torch.rand(*shape, generator=generator) < 0.1, 0.0).to(dtype)
 
     return rand
-
-
-def _arcs(rand: Rand) -> torch.Tensor:
-    arcs = torch.nonzero(rand(C, C) > 0.6).mT
-    return arcs[:, torch.randperm(arcs.shape[1], generator=torch.Generator().manual_seed(1))]
 
 
 class Shift(Transition):
@@ -42,15 +36,19 @@ class Shift(Transition):
         return semiring.times(message, weight[..., None, :]).roll(self.by, -1)
 
 
-MAKE: dict[str, Callable[..., Transition]] = {
-    "banded": lambda rand, *lead: transitions.Banded(rand(*lead, 4, C), [0, 1, 2, -3]),
-    "sparse": lambda rand, *lead: (lambda arcs: transitions.Sparse(arcs, rand(*lead, arcs.shape[1]), C))(_arcs(rand)),
-    "low_rank": lambda rand, *lead: transitions.LowRank(rand(*lead, C, 3), rand(*lead, C, 3)),
-    "diagonal": lambda rand, *lead: transitions.LowRank(rand(*lead, C, 3), rand(*lead, C, 3), rand(*lead, C)),
-    "blocks": lambda rand, *lead: transitions.BlockDiagonal(rand(*lead, 3, 4, 4)),
-    "kronecker": lambda rand, *lead: transitions.Kronecker(rand(*lead, 3, 3), rand(*lead, 2, 2), rand(*lead, 2, 2)),
-    "monarch": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 4), rand(*lead, 4, 3, 3)),
-    "narrow": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 2), rand(*lead, 2, 3, 6)),
-    "duration": lambda rand, *lead: transitions.Duration(rand(*lead, 4, 4), rand(*lead, 4, 3)),
-    "user's": lambda rand, *lead: Shift(rand(*lead, C)),
+KINDS = {
+    "banded": structures.bands(C, 0, 1, 2, -3),
+    # in any order
+    "sparse": structures.arcs(C, random.Random(1).sample([(i, j) for i in range(C) for j in range(C)], 60)),
+    "low_rank": structures.low_rank(C, 3, False),
+    "diagonal": structures.low_rank(C, 3),
+    "blocks": structures.block_diagonal(3, 4),
+    "kronecker": structures.kronecker(3, 2, 2),
+    "monarch": structures.monarch(3, 4, 4),
+    "narrow": structures.monarch(3, 4, 2),
+    "duration": structures.durations(4, 3),
+    "user's": structures.Kind(C, [(C,)], Shift),
 }
+MAKE = {name: kind.random for name, kind in KINDS.items()}
+# those that have best paths
+WITH_PATHS = [name for name, make in MAKE.items() if not make(numbers(3)).sums]

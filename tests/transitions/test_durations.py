@@ -22,7 +22,6 @@ Segmentation = tuple[segmentations.Segment, ...]
 
 
 def counting_path(segments: Segmentation, v: int, longest: int) -> list[int]:
-    """The counting states of a segmentation."""
     return [s * longest + duration - 1 - i for s, _, duration in segments for i in range(duration)][:v]
 
 
@@ -52,11 +51,9 @@ class Model(NamedTuple):
         return self.structure().arguments(self.x, self.p0, **options)._asdict()
 
     def steps(self, values: Tensor) -> Tensor:
-        """Weights of each step [v-1, ...]."""
         return values if values.dim() > 2 else values.expand(len(self.x) - 1, *values.shape)
 
     def log_weights(self, segmented: list[Segmentation]) -> Tensor:
-        """The log-weight of each segmentation."""
         matrix, durations = self.steps(self.matrix), self.steps(self.durations)
         weights = []
         for segments in segmented:
@@ -188,7 +185,6 @@ def test_gradients_of_all_queries_pass_no_segment_that_goes_on():
 
 
 def results(chain: dict, structure: Duration) -> list[Tensor]:
-    """The log-partition, its gradients, and segments of posteriors and of the best path."""
     values = logchain.product(**chain)
     posterior = logchain.marginals(**chain, transitions="full")
     best = logchain.viterbi(**chain)
@@ -329,41 +325,39 @@ x, p0 = torch.zeros(2, V, C), torch.ones(C)
 shared, stepped = (Duration(torch.ones(*lead, C, C), torch.ones(*lead, C, D)) for lead in ((), (V - 1,)))
 arguments, counting = shared.arguments, (torch.zeros(2, V, C * D), shared, torch.ones(C * D))
 MINUS_1 = "expected non-negative weights, got -1 at [0, 0]; pass log_params=True for logarithms"
+batch = partial(arguments, x, p0)
+OFFSETS, FULL = torch.tensor([0, 4]), 'marginals: expected those of transitions="full", got transitions '
 WRONG = {
     "x: expected [..., v, 2] to go with the matrix of 2 states, got [2, 4, 6]": partial(arguments, counting[0], p0),
     "x: expected a torch.Tensor, got list; pass torch.tensor(x)": partial(arguments, [0.0], p0),
     "p0: expected shape [2] to go with x [2, 4, 2], got [6]": partial(arguments, x, counting[2]),
     "p0: expected shape [1 or 2, 2] to go with x [2, 4, 2], got [3, 2]": partial(arguments, x, p0.expand(3, 2)),
-    "first_durations: expected shape [2, 3] to go with x [2, 4, 2], got [2, 4]": partial(
-        arguments, x, p0, first_durations=torch.ones(C, D + 1)
-    ),
+    "first_durations: expected shape [2, 3] to go with x [2, 4, 2], got [2, 4]":
+        partial(batch, first_durations=torch.ones(C, D + 1)),
     "first_durations: expected [..., c, D] where durations [3, 2, 3] differ by steps, got None; "
-    "pass those of segments that begin at the first step": lambda: stepped.arguments(x, p0),
-    "lengths: expected values from 1 to v = 4, got 0 to 4": partial(arguments, x, p0, lengths=torch.tensor([0, 4])),
-    "lengths: expected shape [2] to go with x [2, 4, 2], got [3]": partial(arguments, x, p0, lengths=[1, 2, 3]),
-    "cu_seqlens: expected a torch.Tensor, got list; pass torch.tensor(cu_seqlens)": partial(
-        arguments, x[0], p0, cu_seqlens=[0, 4]
-    ),
-    "lengths: expected None with cu_seqlens, which holds them": partial(
-        arguments, x[0], p0, cu_seqlens=torch.tensor([0, 4]), lengths=4
-    ),
-    "cu_seqlens: expected [n + 1] to go with x [total, 2], got [1, 2] and [4, 2]": partial(
-        arguments, x[0], p0, cu_seqlens=torch.tensor([[0, 4]])
-    ),
+    "pass those of segments that begin at the first step": partial(stepped.arguments, x, p0),
+    "lengths: expected values from 1 to v = 4, got 0 to 4": partial(batch, lengths=OFFSETS),
+    "lengths: expected shape [2] to go with x [2, 4, 2], got [3]": partial(batch, lengths=[1, 2, 3]),
+    "cu_seqlens: expected a torch.Tensor, got list; pass torch.tensor(cu_seqlens)":
+        partial(arguments, x[0], p0, cu_seqlens=[0, 4]),
+    "lengths: expected None with cu_seqlens, which holds them":
+        partial(arguments, x[0], p0, cu_seqlens=OFFSETS, lengths=4),
+    "cu_seqlens: expected [n + 1] to go with x [total, 2], got [1, 2] and [4, 2]":
+        partial(arguments, x[0], p0, cu_seqlens=OFFSETS[None]),
     "x: expected at least one variable [..., v, 2], got [2, 0, 2]": partial(arguments, x[:, :0], p0),
     f"p0: {MINUS_1}": partial(arguments, x, -p0[None]),
     f"durations: {MINUS_1}": lambda: Duration(shared.matrix, -shared.durations).arguments(x, p0),
     f"matrix: {MINUS_1}": lambda: Duration(-shared.matrix, shared.durations).arguments(x, p0),
-    f"first_durations: {MINUS_1}": lambda: stepped.arguments(x, p0, first_durations=-shared.durations),
-    "paths: expected states from -1 to c D - 1 = 5, got 6": lambda: shared.path_segments(torch.tensor([0, 6])),
-    "right_censored: expected True or False, got 1": partial(arguments, x, p0, right_censored=1),
-    "log_params: expected True or False, got 'log'": partial(arguments, x, p0, log_params="log"),
-    "paths: expected integers, got float32": lambda: shared.path_segments(torch.zeros(3)),
-    'marginals: expected those of transitions="full", got transitions none; pass cu_seqlens too where sequences are '
-    "packed": lambda: shared.marginal_segments(logchain.marginals(*counting)),
-    'marginals: expected those of transitions="full", got transitions Duration([2, 2], [2, 3]); pass cu_seqlens too '
-    "where sequences are packed": lambda: shared.marginal_segments(logchain.marginals(*counting, transitions="sum")),
-}
+    f"first_durations: {MINUS_1}": partial(stepped.arguments, x, p0, first_durations=-shared.durations),
+    "paths: expected states from -1 to c D - 1 = 5, got 6": partial(shared.path_segments, torch.tensor([0, 6])),
+    "right_censored: expected True or False, got 1": partial(batch, right_censored=1),
+    "log_params: expected True or False, got 'log'": partial(batch, log_params="log"),
+    "paths: expected integers, got float32": partial(shared.path_segments, torch.zeros(3)),
+    f"{FULL}none; pass cu_seqlens too where sequences are packed":
+        lambda: shared.marginal_segments(logchain.marginals(*counting)),
+    f"{FULL}Duration([2, 2], [2, 3]); pass cu_seqlens too where sequences are packed":
+        lambda: shared.marginal_segments(logchain.marginals(*counting, transitions="sum")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", WRONG)

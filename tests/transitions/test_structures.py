@@ -84,46 +84,35 @@ def test_values_of_bands_without_a_source_are_ignored():
     assert values.grad.tolist() == [[0, 1, 1], [1, 1, 0]]
 
 
-ones = torch.ones
+ones, Banded, Sparse, LowRank = torch.ones, transitions.Banded, transitions.Sparse, transitions.LowRank
+Duration, Kronecker, Monarch = transitions.Duration, transitions.Kronecker, transitions.Monarch
+FROM, TO, ZEROS = torch.tensor([[0], [1]]), torch.tensor([[0], [2]]), torch.zeros(2, 2, dtype=torch.int64)
 WRONG = {
-    "values: expected a torch.Tensor, got list; pass torch.tensor(values)": lambda: transitions.Banded([[1.0]], [0]),
-    "values: expected at least 2 axes, got shape [3]": lambda: transitions.Banded(ones(3), [0]),
-    "offsets: expected one for each of 2 bands of values, got 1": lambda: transitions.Banded(ones(2, 3), [0]),
-    "offsets: expected different integers from -2 to 2, got [0, 3]": lambda: transitions.Banded(ones(2, 3), [0, 3]),
-    "offsets: expected different integers from -2 to 2, got [1, 1]": lambda: transitions.Banded(ones(2, 3), [1, 1]),
-    "offsets: expected a sequence of integers, got [0.5]": lambda: transitions.Banded(ones(1, 3), [0.5]),
-    "indices: expected [2, 3] to go with values, got [2, 2]": lambda: transitions.Sparse(
-        torch.zeros(2, 2, dtype=torch.int64), ones(3)
-    ),
-    "indices: expected integers, got float32": lambda: transitions.Sparse(ones(2, 3), ones(3)),
-    "indices: expected values from 0 to c - 1 = 1, got 0 to 2": lambda: transitions.Sparse(
-        torch.tensor([[0], [2]]), ones(1), 2
-    ),
-    "indices: expected each pair of states once, got one twice": lambda: transitions.Sparse(
-        torch.tensor([[0, 0], [1, 1]]), ones(2)
-    ),
-    "states: expected an integer or None, got 2.0": lambda: transitions.Sparse(torch.tensor([[0], [1]]), ones(1), 2.0),
-    "right: expected [..., 3, 2] to go with left, got [3, 4]": lambda: transitions.LowRank(ones(3, 2), ones(3, 4)),
-    "diagonal: expected [..., 3] to go with left, got [2]": lambda: transitions.LowRank(
-        ones(3, 2), ones(3, 2), ones(2)
-    ),
-    "matrix: expected [..., c, c], got [2, 3]": lambda: transitions.Duration(ones(2, 3), ones(2, 4)),
-    "durations: expected [..., 2, D] to go with matrix, got [3, 4]": lambda: transitions.Duration(
-        ones(2, 2), ones(3, 4)
-    ),
-    "durations: expected no empty axis among the last 2, got shape [2, 0]": lambda: transitions.Duration(
-        ones(2, 2), ones(2, 0)
-    ),
+    "values: expected a torch.Tensor, got list; pass torch.tensor(values)": lambda: Banded([[1.0]], [0]),
+    "values: expected at least 2 axes, got shape [3]": lambda: Banded(ones(3), [0]),
+    "offsets: expected one for each of 2 bands of values, got 1": lambda: Banded(ones(2, 3), [0]),
+    "offsets: expected different integers from -2 to 2, got [0, 3]": lambda: Banded(ones(2, 3), [0, 3]),
+    "offsets: expected different integers from -2 to 2, got [1, 1]": lambda: Banded(ones(2, 3), [1, 1]),
+    "offsets: expected a sequence of integers, got [0.5]": lambda: Banded(ones(1, 3), [0.5]),
+    "indices: expected [2, 3] to go with values, got [2, 2]": lambda: Sparse(ZEROS, ones(3)),
+    "indices: expected integers, got float32": lambda: Sparse(ones(2, 3), ones(3)),
+    "indices: expected values from 0 to c - 1 = 1, got 0 to 2": lambda: Sparse(TO, ones(1), 2),
+    "indices: expected each pair of states once, got one twice": lambda: Sparse(ZEROS, ones(2)),
+    "states: expected an integer or None, got 2.0": lambda: Sparse(FROM, ones(1), 2.0),
+    "right: expected [..., 3, 2] to go with left, got [3, 4]": lambda: LowRank(ones(3, 2), ones(3, 4)),
+    "diagonal: expected [..., 3] to go with left, got [2]": lambda: LowRank(ones(3, 2), ones(3, 2), ones(2)),
+    "matrix: expected [..., c, c], got [2, 3]": lambda: Duration(ones(2, 3), ones(2, 4)),
+    "durations: expected [..., 2, D] to go with matrix, got [3, 4]": lambda: Duration(ones(2, 2), ones(3, 4)),
+    "durations: expected no empty axis among the last 2, got shape [2, 0]":
+        lambda: Duration(ones(2, 2), ones(2, 0)),
     "blocks: expected square ones [..., A, B, B], got [2, 3, 4]": lambda: transitions.BlockDiagonal(ones(2, 3, 4)),
-    "matrices: expected two or more, got 1": lambda: transitions.Kronecker(ones(2, 2)),
-    "matrices: expected square ones [..., c, c], got [2, 3]": lambda: transitions.Kronecker(ones(2, 2), ones(2, 3)),
-    "right: expected [..., 4, 3, 3] to go with left [3, 4, 4], got [4, 3, 2]": lambda: transitions.Monarch(
-        ones(3, 4, 4), ones(4, 3, 2)
-    ),
-    "right: expected [..., 5, 3, 2.4] to go with left [3, 4, 5], got [5, 3, 2]": lambda: transitions.Monarch(
-        ones(3, 4, 5), ones(5, 3, 2)
-    ),
-}
+    "matrices: expected two or more, got 1": lambda: Kronecker(ones(2, 2)),
+    "matrices: expected square ones [..., c, c], got [2, 3]": lambda: Kronecker(ones(2, 2), ones(2, 3)),
+    "right: expected [..., 4, 3, 3] to go with left [3, 4, 4], got [4, 3, 2]":
+        lambda: Monarch(ones(3, 4, 4), ones(4, 3, 2)),
+    "right: expected [..., 5, 3, 2.4] to go with left [3, 4, 5], got [5, 3, 2]":
+        lambda: Monarch(ones(3, 4, 5), ones(5, 3, 2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", WRONG)

@@ -47,7 +47,3 @@ def main() -> None:
                     leaves = [operand.detach().requires_grad_() for operand in pair]
                     out = logchain.matmul(*leaves)
                     out.backward(guarded(torch.ones(out.shape, dtype=dtype)))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,16 @@ import ctypes
 import functools
 import itertools
 import os
+import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +28,6 @@ pytest.importorskip("setuptools")
 pytest.importorskip("ziglang")
 
 from logchain.kernels.cpu import build  # noqa: E402
-from tests.kernels.cpu import c_program  # noqa: E402
 
 ON_LINUX = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items() if name.startswith("linux")]
 
@@ -49,20 +52,17 @@ def release(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def root(release):
-    """The sdist, unpacked."""
     (sdist,) = release[0].glob("*.tar.gz")
     subprocess.run(["tar", "-xf", sdist, "-C", release[0]], check=True)  # `filter` of shutil came with Python 3.11.4
     return release[0] / sdist.name.removesuffix(".tar.gz")
 
 
 def wheel_of(target, release):
-    """The wheel of a platform."""
     (wheel,) = release[0].glob(f"logchain-*-py3-none-{target.wheel}.whl")
     return wheel
 
 
 def names(wheel):
-    """What is in its folder kernels/cpu."""
     with zipfile.ZipFile(wheel) as archive:
         return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
 
@@ -154,6 +154,45 @@ def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_pat
     }
 
 
+def compile_program(target: build.Target, level: str, into: Path) -> list[str]:
+    """The command that runs the program of a Linux target: under qemu where this machine is another one."""
+    emulated = target != build.this_machine()
+    qemu = shutil.which(f"qemu-{target.triple.partition('-')[0]}")
+    if platform.system() != "Linux" or (emulated and not qemu):
+        pytest.skip(f"no {target.triple} here: needs Linux, and qemu-user for another CPU")
+    file = into / f"program-{level}"
+    source = Path(__file__).parent / "c" / "program.c"
+    units = build.compile_units(target, level, into)
+    architecture = target.triple.partition("-")[0]
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", f"{architecture}-linux-musl", "-O2", "-static"]
+    subprocess.run([*command, source, *units, "-o", file], cwd=into, check=True)
+    return [qemu, str(file)] if emulated else [str(file)]
+
+
+def offset_of(struct: Any, field: str) -> int:
+    """The place of a field in a struct, or of a field of a struct in it."""
+    name, _, part = field.partition(".")
+    inner = dict(struct._fields_).get(name)
+    return getattr(struct, name).offset + (offset_of(inner, part) if part else 0)
+
+
+def run_program(
+    command: list[str], name: str, argument: ctypes.Structure, buffers: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What the function of that name leaves in buffers, to which fields of its struct point, or parts of these."""
+    where = [(offset_of(type(argument), field), array.nbytes) for field, array in buffers.items()]
+    head = struct.pack("=64sqq", name.encode(), ctypes.sizeof(argument), len(buffers))
+    sizes = b"".join(struct.pack("=qq", *pair) for pair in where)
+    sent = head + sizes + bytes(argument) + b"".join(array.tobytes() for array in buffers.values())
+    done = subprocess.run(command, input=sent, capture_output=True, check=True, timeout=60)
+    got, left = {}, done.stdout
+    for field, array in buffers.items():
+        got[field] = np.frombuffer(left[: array.nbytes], array.dtype).reshape(array.shape)
+        left = left[array.nbytes :]
+    assert not left
+    return got
+
+
 def chain_of(dtype, c, steps=7, members=3):
     """The fields and the buffers of a chain; emissions of the second sequence are lost, and one weight is denormal."""
     generator = np.random.default_rng(c)
@@ -186,12 +225,12 @@ def chain_of(dtype, c, steps=7, members=3):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "level"), ON_LINUX)
 def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
-    command = c_program.compile_program(build.TARGETS[name], level, tmp_path)
+    command = compile_program(build.TARGETS[name], level, tmp_path)
     for dtype, c in itertools.product((np.float32, np.float64), (1, 3, 17)):
         bits = np.dtype(dtype).itemsize * 8
         arguments, buffers = chain_of(dtype, c)
         for function in ("forward", "recompute_forward", "backward", "recompute_backward", "messages"):
-            buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
+            buffers = run_program(command, f"{function}{bits}", arguments, buffers)
         x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
         chain = x.swapaxes(0, 1), bulk[None], np.ones(c)
         truth, messages = reference.marginals(*chain), reference.forward_backward(*chain)
@@ -209,11 +248,11 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
         assert buffers["grad_bulk"][1, 0, -1] > 0  # although flush to zero takes a denormal weight for 0 on aarch64
         best = reference.viterbi(*chain)
         for function in ("viterbi", "topk_paths"):
-            found = c_program.run(command, f"{function}{bits}", arguments, buffers)
+            found = run_program(command, f"{function}{bits}", arguments, buffers)
             np.testing.assert_array_equal(found["paths"], best.states)
         arguments.last = 1  # messages of the first sequence: of a draw by a number of 0, the last state of a weight
-        buffers = c_program.run(command, f"forward{bits}", arguments, buffers)
-        found = c_program.run(command, f"sample{bits}", arguments, buffers)
+        buffers = run_program(command, f"forward{bits}", arguments, buffers)
+        found = run_program(command, f"sample{bits}", arguments, buffers)
         assert found["paths"][0, -1] == c - 1 and (found["paths"][0] >= 0).all()
 
 

@@ -6,6 +6,7 @@ Processors mark in a register that an operand was denormal: tests clear the mark
 import ctypes
 import platform
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import logchain
 from logchain import reference
 from logchain.kernels.cpu import template
-from logchain.transitions import Banded, Kronecker, Sparse
+from logchain.transitions import Banded, Kronecker, LowRank, Sparse
 from tests.contract import unit
 from tests.kernels.conftest import LEVELS
 
@@ -85,7 +86,15 @@ CHAINS = {
     "bands": (4, 20, 24, lambda dtype: Banded(uniform(3, 24, dtype=dtype), [-1, 0, 1])),
     "arcs": (4, 20, 24, lambda dtype: sparse(24, dtype)),
     "factors": (4, 20, 24, lambda dtype: Kronecker(uniform(4, 4, dtype=dtype), uniform(6, 6, dtype=dtype))),
+    "low rank": (4, 20, 24, lambda dtype: LowRank(*(uniform(24, *size, dtype=dtype) for size in ((3,), (3,), ())))),
 }
+
+
+def drawn(kind, dtype):
+    """x ~ N(0, 1), matrices and p0 of a kind."""
+    n, v, c, make = CHAINS[kind]
+    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    return x, make(dtype), uniform(c, dtype=dtype)
 
 
 def gradients(x, bulk, p0):
@@ -114,7 +123,7 @@ MET = [
     (kind, query, LEVELS[(i + j) % len(LEVELS)])
     for i, kind in enumerate(CHAINS)
     for j, query in enumerate(OF_STRUCTURES if kind in ("bands", "arcs") else QUERIES)
-    if kind != "factors"
+    if kind not in ("factors", "low rank")
 ]
 
 
@@ -123,11 +132,9 @@ MET = [
 @BOTH
 @pytest.mark.parametrize(("kind", "query", "level"), MET, indirect=["level"])
 def test_sharp_emissions_meet_no_denormal_operand(kind, query, level, dtype):
-    n, v, c, make = CHAINS[kind]
-    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
-    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    x, bulk, p0 = drawn(kind, dtype)
     for sharpness in (1, 10, 30, 100):
-        assert not uses_denormals(lambda: QUERIES[query](sharpness * x, bulk, p0)), f"x ~ {sharpness} N(0, 1)"  # noqa: B023
+        assert not uses_denormals(partial(QUERIES[query], sharpness * x, bulk, p0)), f"x ~ {sharpness} N(0, 1)"
 
 
 @READS
@@ -154,21 +161,16 @@ def denormals_vanish(count: int = 1) -> bool:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_mode_of_the_caller_stays(kind, flushed):
-    n, v, c, make = CHAINS[kind]
-    x, bulk, p0 = 30 * torch.randn(n, v, c), make(torch.float32), uniform(c, dtype=torch.float32)
-    gradients(x, bulk, p0)
+    x, bulk, p0 = drawn(kind, torch.float32)
+    gradients(30 * x, bulk, p0)
     assert denormals_vanish() == flushed
 
 
-def test_modes_of_all_threads_stay():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        x, bulk = 30 * torch.randn(64, 200, 40), uniform(199, 40, 40, dtype=torch.float32)
-        gradients(x, bulk, uniform(40, dtype=torch.float32))
-        assert not denormals_vanish(1_000_000)
-    finally:
-        torch.set_num_threads(threads)
+def test_modes_of_all_threads_stay(set_threads):
+    set_threads(2)
+    x, bulk = 30 * torch.randn(64, 200, 40), uniform(199, 40, 40, dtype=torch.float32)
+    gradients(x, bulk, uniform(40, dtype=torch.float32))
+    assert not denormals_vanish(1_000_000)
 
 
 def test_a_message_far_below_the_largest_has_no_rounding_error_of_that():
@@ -200,17 +202,16 @@ def test_stretches_with_sharp_emissions_are_not_recomputed(c, each, sharpness, d
 @pytest.mark.parametrize(("beside", "exponent"), [("alike", -110), ("alike", 90), ("ones", -50), ("ones", -70)])
 def test_gradients_keep_their_digits_under_any_weight(beside, exponent, kind, dtype):
     """Weights that make gradients denormal numbers, or huge ones, beside others like them or beside ones."""
-    n, v, c, make = CHAINS[kind]
-    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
-    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    size = 2.0**exponent
+    x, bulk, p0 = drawn(kind, dtype)
+    (n, v, c), size = x.shape, 2.0**exponent
     weight = torch.full((n,), size if beside == "alike" else 1.0, dtype=dtype)
     weight[0] = size
 
     def first(weight):
         """The gradients that the first sequence has alone, or all alike."""
-        leaves = [x.clone().requires_grad_(), *([bulk.clone().requires_grad_()] if torch.is_tensor(bulk) else [])]
-        matrices = leaves[1] if len(leaves) > 1 else bulk
+        parameters = [bulk] if torch.is_tensor(bulk) else bulk.parameters
+        leaves = [one.clone().requires_grad_() for one in (x, *parameters)]
+        matrices = leaves[1] if torch.is_tensor(bulk) else bulk.with_parameters(*leaves[1:])
         found = torch.autograd.grad((logchain.product(leaves[0], matrices, p0) * weight).sum(), leaves)
         own = beside == "alike" or found[-1].shape[:1] == (n,)
         return [found[0][0], *(gradient[0] for gradient in found[1:] if own)]

@@ -17,40 +17,30 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import logchain
+from tests.kernels.gpu.steps import call_chain, call_matrices
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)
 }  # fmt: skip
 
 
-def _chain(n: int, c: int, dtype: torch.dtype = torch.float32, *, separate=False, paths=False, **options) -> None:
-    shapes = (n, 9, c), (n, 8, c, c) if separate else (8, c, c), (c,)
-    operands = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    logchain.product(*operands, **options).sum().backward()
-    if paths:
-        logchain.viterbi(*operands, **options)
-
-
-def _matrices(function, c: int, dtype: torch.dtype = torch.float32) -> None:
-    a = torch.zeros(2, 5, c, c, dtype=dtype, requires_grad=True)
-    function(*(a, a) if function is logchain.matmul else (a,)).sum().backward()
-
-
 LENGTHS = torch.full((40,), 9)
+product, matmul = partial(call_chain, logchain.product), partial(call_matrices, logchain.matmul, 2, 5)
 CALLS = {
-    "c=16, lengths, pieces": partial(_chain, 40, 16, lengths=LENGTHS, memory_budget=140_000),
-    "c=64, bfloat16, log_params": partial(_chain, 40, 64, torch.bfloat16, log_params=True),
-    "c=64, float64": partial(_chain, 40, 64, torch.float64),
-    "c=200, from both ends": partial(_chain, 40, 200, paths=True),
-    "c=200, from one end": partial(_chain, 400, 200),
-    "c=300": partial(_chain, 4, 300),
-    "separate, c=64, lengths, log_params": partial(_chain, 40, 64, separate=True, lengths=LENGTHS, log_params=True),
-    "separate, c=200": partial(_chain, 40, 200, separate=True),
-    "matmul, c=64, bfloat16": partial(_matrices, logchain.matmul, 64, torch.bfloat16),
-    "matmul, c=64, float64": partial(_matrices, logchain.matmul, 64, torch.float64),
-    "matmul, c=200": partial(_matrices, logchain.matmul, 200),
-    "matrix_product, c=16": partial(_matrices, logchain.matrix_product, 16),
-    "prefix_products, c=16": partial(_matrices, logchain.prefix_products, 16),
+    "c=16, lengths, pieces": partial(product, 40, 9, 16, lengths=LENGTHS, memory_budget=140_000),
+    "c=64, bfloat16, log_params": partial(product, 40, 9, 64, torch.bfloat16, log_params=True),
+    "c=64, float64": partial(product, 40, 9, 64, torch.float64),
+    "c=200, from both ends": partial(product, 40, 9, 200),
+    "c=200, paths": partial(call_chain, logchain.viterbi, 40, 9, 200),
+    "c=200, from one end": partial(product, 400, 9, 200),
+    "c=300": partial(product, 4, 9, 300),
+    "separate, c=64, lengths, log_params": partial(product, 40, 9, 64, separate=True, lengths=LENGTHS, log_params=True),
+    "separate, c=200": partial(product, 40, 9, 200, separate=True),
+    "matmul, c=64, bfloat16": partial(matmul, 64, 64, dtype=torch.bfloat16),
+    "matmul, c=64, float64": partial(matmul, 64, 64, dtype=torch.float64),
+    "matmul, c=200": partial(matmul, 200, 200),
+    "matrix_product, c=16": partial(call_matrices, logchain.matrix_product, 2, 5, 16, 16),
+    "prefix_products, c=16": partial(call_matrices, logchain.prefix_products, 2, 5, 16, 16),
 }
 
 

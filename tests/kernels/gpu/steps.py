@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.families import FAMILIES, dense
-
-F32 = torch.float32
+from tests.families import F32, FAMILIES, dense
 
 
 def run(function: Callable, operands: list[Tensor], **options) -> list[Tensor]:
@@ -20,6 +18,20 @@ def run(function: Callable, operands: list[Tensor], **options) -> list[Tensor]:
     if isinstance(out, tuple):
         return [value.detach() for value in out]
     return [out, *(torch.autograd.grad(out.sum(), operands) if out.requires_grad else ())]
+
+
+def call_chain(
+    function: Callable, n: int, v: int, c: int, dtype: torch.dtype = F32, *, separate: bool = False, **options
+) -> None:
+    """A call for chains with a matrix for each step, and the gradients of a single result."""
+    shapes = (n, v, c), (n, v - 1, c, c) if separate else (v - 1, c, c), (c,)
+    run(function, [torch.rand(shape, dtype=dtype).requires_grad_() for shape in shapes], **options)
+
+
+def call_matrices(function: Callable, *shape: int, dtype: torch.dtype = F32) -> None:
+    """The same of a product of matrices."""
+    stack = torch.rand(shape, dtype=dtype).requires_grad_()
+    run(function, [stack] * (2 if function is logchain.matmul else 1))
 
 
 def _matrices(*shapes: tuple[int, ...]) -> list[Tensor]:

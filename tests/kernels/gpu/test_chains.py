@@ -1,7 +1,6 @@
 """What only the Triton kernels of chains can get wrong: sizes, scans from both ends, offsets, and parts of a chain."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +8,9 @@ import torch
 
 import logchain
 from tests.backends import on
-from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, poisoned_memory
 from tests.expected import Expected
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.families import FAMILIES, INF, NAN, Chain, Draw, dense
 from tests.layouts import relaid
 from tests.subjects import SUBJECTS
 
@@ -21,9 +19,6 @@ pytest.importorskip("triton")
 from logchain.kernels.gpu import chains
 
 F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
-INF, NAN = float("inf"), float("nan")
-
-check = partial(assert_contract, k=K)
 
 
 def drawn(name: str, dtype: torch.dtype = F32, v: int = 7, **sizes) -> Chain:
@@ -43,16 +38,16 @@ SIZES = [
 @pytest.mark.parametrize(("scans", "dtype", "each", "n", "v", "c"), SIZES)
 def test_sizes_keep_the_contract(scans, dtype, each, n, v, c, kernels, request):
     request.getfixturevalue(scans)
-    check(dense(dtype, n=n, t=1, v=v, c=c, each=each), device=kernels)
+    assert_contract(dense(dtype, n=n, t=1, v=v, c=c, each=each), device=kernels)
 
 
 @pytest.mark.parametrize(("name", "each"), [("dense", True), ("detour", False)])
 def test_states_beyond_one_program_keep_the_contract(name, each, kernels, monkeypatch):
     monkeypatch.setattr(chains, "_WIDE", 3)
     chain = drawn(name, each=each, v=5)
-    check(chain, device=kernels)
-    check(chain.logs(), [5, 2], device=kernels)
-    check(chain._replace(bulk=chain.bulk.to(HALF)), device=kernels)
+    assert_contract(chain, device=kernels)
+    assert_contract(chain.logs(), [5, 2], device=kernels)
+    assert_contract(chain._replace(bulk=chain.bulk.to(HALF)), device=kernels)
 
 
 def test_nan_of_weight_zero_is_not_counted(kernels, both_ends):
@@ -103,8 +98,8 @@ def test_recomputed_sequences_are_counted(kernels, both_ends):
 def test_weights_far_from_one_keep_the_contract(far, kernels, both_ends):
     chain = dense(F32, n=2, t=1, v=4, c=3)
     with poisoned_memory():
-        check(chain._replace(bulk=chain.bulk * far), device=kernels, wanted="x p0")
-        check(chain._replace(p0=chain.p0 * far), device=kernels, wanted="x bulk")
+        assert_contract(chain._replace(bulk=chain.bulk * far), device=kernels, wanted="x p0")
+        assert_contract(chain._replace(p0=chain.p0 * far), device=kernels, wanted="x bulk")
 
 
 @pytest.mark.parametrize("n", [1, 3], ids=["each", "shared"])
@@ -152,7 +147,9 @@ def test_pieces_of_any_length_keep_the_contract(name, each, kernels):
     """A leaving message enters the next piece, past the end as it is, and a following message comes back from it."""
     chain = drawn(name, each=each, n=4)
     with poisoned_memory():
-        check(chain, [7, 2, 5, 4], device=kernels, call=lambda **k: SUBJECTS["memory_budget"](**k)["log_norm"])
+        assert_contract(
+            chain, [7, 2, 5, 4], device=kernels, call=lambda **k: SUBJECTS["memory_budget"](**k)["log_norm"]
+        )
 
 
 def test_counts_of_the_smallest_weights(kernels):
@@ -206,8 +203,7 @@ def test_length_out_of_range_makes_its_sequence_nan(kernels):
     [("dense", F32, False, True), ("detour", F32, True, False), ("sparse", F64, True, True)],
 )
 def test_viterbi_of_any_length_keeps_the_contract(name, dtype, log, each, kernels):
-    chain, lengths = FAMILIES[name](dtype, n=2, t=1, v=5, c=6, each=each), [3, 5]
-    chain = chain.logs() if log else chain
+    chain, lengths = FAMILIES[name](dtype, n=2, t=1, v=5, c=6, each=each, log=log), [3, 5]
     operands = [operand.to(kernels) for operand in chain[:3]]
     found = SUBJECTS["viterbi"](*operands, log_params=chain.log_params, lengths=lengths)
     Expected(chain, Truth(chain, lengths), lengths=lengths).check(found)

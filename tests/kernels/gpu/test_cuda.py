@@ -64,6 +64,13 @@ def test_main_job_takes_under_60_mb():
     assert peak(run, logchain.product, on_device(dense(F32, n=500, t=1, v=40, c=200)[:3])) < 60 * MB
 
 
+@pytest.mark.parametrize("c", [64, 200])
+def test_matrix_product_takes_half_a_stack_or_bounded_memory(c):
+    stack = torch.randn(4, 1000, c, c, device="cuda")
+    assert peak(logchain.matrix_product, stack) <= 0.6 * stack.nbytes
+    assert peak(logchain.matrix_product, stack, inplace=True) <= 2**26
+
+
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("hosts", [[0], [1], [0, 1]], ids=["x", "bulk", "x and bulk"])
 def test_operands_on_host_are_moved_in_pieces(hosts, each):

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import logchain
 from logchain.autograd.operator import IMPLEMENTATIONS
 from tests.conftest import INTERPRETED
+from tests.kernels.gpu.steps import call_chain, call_matrices
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counts launches in the interpreter")
@@ -64,30 +65,17 @@ def processors(request, monkeypatch):
     monkeypatch.setattr("logchain.kernels.gpu.chains.num_processors", lambda device: request.param)
 
 
-def chain(function, v: int = 9, c: int = 3, *, separate: bool = False, **options) -> None:
-    """A call for two chains with a matrix for each step, and the gradients of a product."""
-    shapes = (2, v, c), (2, v - 1, c, c) if separate else (v - 1, c, c), (c,)
-    operands = [torch.rand(shape).requires_grad_() for shape in shapes]
-    out = function(*operands, **options)
-    if function is logchain.product and out.requires_grad:
-        torch.autograd.grad(out.sum(), operands)
-
-
-def matrices(function, count: int = 1) -> None:
-    a = torch.rand(8, 3, 3).requires_grad_()
-    function(*[a] * count).sum().backward()
-
-
 LENGTHS = torch.tensor([9, 1])
+product = partial(call_chain, logchain.product, 2)
 CALLS = {
-    "product": partial(chain, logchain.product, lengths=LENGTHS),
-    "separate": partial(chain, logchain.product, separate=True, log_params=True),
-    "many states": partial(chain, logchain.product, v=2, c=257),
-    "marginals": partial(chain, logchain.marginals, transitions="full", lengths=LENGTHS),
-    "viterbi": partial(chain, logchain.viterbi, lengths=LENGTHS),
-    "matmul": partial(matrices, logchain.matmul, 2),
-    "matrix_product": partial(matrices, logchain.matrix_product),
-    "prefix_products": partial(matrices, logchain.prefix_products),
+    "product": partial(product, 9, 3, lengths=LENGTHS),
+    "separate": partial(product, 9, 3, separate=True, log_params=True),
+    "many states": partial(product, 2, 257),
+    "marginals": partial(call_chain, logchain.marginals, 2, 9, 3, transitions="full", lengths=LENGTHS),
+    "viterbi": partial(call_chain, logchain.viterbi, 2, 9, 3, lengths=LENGTHS),
+    "matmul": partial(call_matrices, logchain.matmul, 8, 3, 3),
+    "matrix_product": partial(call_matrices, logchain.matrix_product, 8, 3, 3),
+    "prefix_products": partial(call_matrices, logchain.prefix_products, 8, 3, 3),
 }
 
 
@@ -104,10 +92,10 @@ def test_host_reads_no_value(call, host):
 def test_main_job_has_few_launches(host, processors):
     with host:
         with torch.no_grad():
-            chain(logchain.product)
+            product(9, 3)
         assert len(host.launches) <= 4, host.launches
         host.launches.clear()
-        chain(logchain.product)
+        product(9, 3)
     assert len(host.launches) <= 9, host.launches
 
 
@@ -115,7 +103,7 @@ def test_host_operations_do_not_grow_with_v(host, processors):
     operations = []
     for v in (8, 11):
         with host:
-            chain(logchain.product, v)
+            product(v, 3)
         operations.append(sorted(host.operations))
         host.operations.clear()
     assert operations[0] == operations[1]

@@ -1,4 +1,4 @@
-"""The log-semiring product by Triton, and its gradient: strides, precision, counts; cf. `test_matmul`."""
+"""Products of matrices by Triton: strides, precision, tiles, counts; cf. `test_matmul`, `test_matrix_product`."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import logchain
 from logchain import reference
 from logchain.kernels.gpu import log_matmul, matmul
-from tests import oracle
+from tests import oracle, stacks
 from tests.contract import TENSOR_CORES, assert_values, value_bound
-from tests.test_matmul import F32, F64, INF, abyss, dense, depth, draw
+from tests.families import F32, F64, INF
+from tests.test_matmul import abyss, dense, depth, draw
+from tests.test_matrix_product import gradients
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -21,20 +24,10 @@ def batch(case, shape, sizes, dtype, device):
     return tuple(torch.stack(each).unflatten(0, shape).to(device) for each in zip(*drawn, strict=True))
 
 
-def multiply(a, b, **options):
+def multiply(a, b):
     """The product without shifts."""
     zero = torch.zeros((), device=a.device)
-    return log_matmul.forward(a, b, (zero.expand(a.shape[:-1]), zero.expand(b.mT.shape[:-1])), **options)
-
-
-def assert_product(out, a, b, *, factors=0.0):
-    """`out` is within the contract of a chain of two matrices; `factors`: relative errors that the precision adds."""
-    dtype = F64 if F64 in (a.dtype, b.dtype) else F32
-    assert out.dtype == dtype
-    wide = [operand.double().cpu().numpy() for operand in (a, b)]
-    expected = oracle.matmul(*wide)[0] if dtype == F64 else reference.matmul(*wide)
-    bound = value_bound(expected, 2, a.shape[-1], depth(*wide, expected), dtype=dtype, k=TENSOR_CORES)
-    assert_values(out, expected, bound + 2 * factors)
+    return log_matmul.forward(a, b, (zero.expand(a.shape[:-1]), zero.expand(b.mT.shape[:-1])))
 
 
 @pytest.mark.parametrize("axis", range(4))
@@ -77,7 +70,11 @@ def test_tf32_rounds_each_factor_once_and_keeps_nan(device):
         out, nan = matmul.forward(a, b)[0], matmul.forward(broken, b)[0].isnan()
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert_product(out, a, b, factors=2.0**-11)
+    wide = [operand.double().cpu().numpy() for operand in (a, b)]
+    expected = reference.matmul(*wide)
+    bound = value_bound(expected, 2, 20, depth(*wide, expected), dtype=F32, k=TENSOR_CORES)
+    assert out.dtype == F32
+    assert_values(out, expected, bound + 2 * 2.0**-11)
     assert (out != matmul.forward(a, b)[0]).any()
     assert nan[0, 1].all() and nan.sum() == 17
 
@@ -89,3 +86,34 @@ def test_maxima_are_added_without_loss(offset, device):
     b = torch.tensor([offset - 3, offset], device=device).view(1, 2, 1)
     exact = oracle.matmul(a.double().cpu().numpy(), b.double().cpu().numpy())[0].item()
     assert abs(matmul.forward(a, b)[0].item() - exact) <= 2.0**-8 + 1e-5  # half of its own grain
+
+
+@pytest.mark.parametrize(("name", "function"), [("left_to_right", stacks.BOTH[0]), ("misaligned", stacks.BOTH[1])])
+def test_several_tiles_keep_contract(name, function, kernels):
+    stacks.assert_contract(stacks.draw(name, 2, 17)[-1:], function, device=kernels)
+
+
+def test_product_in_place_by_temporaries_is_the_same(kernels, monkeypatch):
+    monkeypatch.setattr("logchain.kernels.gpu.product._ENTRIES", 1)
+    stack = stacks.draw("dense", 4, 17).to(kernels)
+    assert torch.equal(logchain.matrix_product(stack.clone(), inplace=True), logchain.matrix_product(stack))
+
+
+def test_nan_stays_in_its_stack(kernels):
+    stack = stacks.draw("dense", 3, 3).to(kernels)
+    expected = gradients(stack)
+    stack[1, 1, 0, 0] = torch.nan
+    for clean, dirty in zip(expected, gradients(stack), strict=True):
+        assert torch.equal(dirty[0], clean[0]) and dirty[1].isnan().any()
+
+
+def test_entries_of_stacks_that_underflow_are_counted(kernels):
+    for stack, count in (
+        (stacks.draw("dense", 5, 3), 0),
+        (stacks.draw("dead", 5, 3), 0),
+        (torch.tensor([[[0.0, -200.0]] * 2, [[-200.0, -400.0], [0.0, -200.0]], [[-200.0] * 2, [0.0] * 2]]), 8),
+    ):
+        for function in stacks.BOTH:
+            with logchain.rescues() as seen:
+                function(stack.to(kernels))
+            assert seen.outputs == count
