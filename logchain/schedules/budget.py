@@ -12,7 +12,7 @@ from .transfers import SLOTS, apart
 # bytes of a float64, the dtype of checkpoints and of all that enters or leaves a piece
 _WIDE = 8
 
-# float64 numbers that a sequence takes for a piece of any length: for each state, and in total
+# float64 numbers that a sequence takes for a piece of any length: for each state, and without states
 _STATES, _FIXED = 5, 24
 
 # bytes that a sequence takes for each step on a GPU beyond messages: levels of x, and what each is rounded up to
