@@ -112,7 +112,7 @@ static int read_p0(const Exact *a, const Place *place, Row to) {
 /* A message from sums and x - less, which is also written to `copy` if it is `copied`. Only a `careful` call determines
    the largest emission. */
 INLINE Emission emit_split_by(const int careful, const int copied, const Scan *w, const Sequence *s, Row copy,
-                       const operand *x, real less) {
+                             const operand *x, real less) {
     int64_t c = w->a->states, next_row = w->next_row;
     Row sums = s->sums, message = s->message;
     real before = s->top;
