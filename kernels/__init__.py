@@ -19,7 +19,7 @@ from .choice import use as use
 from .message import Kept, Message
 from .structured import Arcs, Durations, Factors
 
-# modules of Triton kernels, and modules of kernels/plain that kernels/cpu has in one
+# modules of Triton kernels; modules in C by the type of a pattern; modules of kernels/plain that cpu/dense.py replaces
 _ON_GPU = {name: OnDevice(name) for name in ("forward", "backward", "viterbi", "matmul", "product")}
 _STRUCTURES = {Factors: "cpu.products", **dict.fromkeys((tuple, Arcs, Durations), "cpu.sparse")}
 _DENSE = ("forward", "backward", "viterbi", "sample")
@@ -66,7 +66,7 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
 
 
 def module(name: str, tensor: Tensor) -> Any:
-    """The module of this name for a tensor's device: what it offers is defined in `kernels.plain`."""
+    """The module of this name for a tensor's device; `kernels.plain` defines its functions."""
     if on_gpu(tensor) and name in _ON_GPU:
         return _ON_GPU[name]
     if in_c(tensor):
@@ -87,13 +87,13 @@ def backward(chain: Any, kept: Kept, *gradients: Tensor | None) -> Tensor:
 
 
 def messages_of(chain: Any, steps: int) -> Tensor:
-    """Uninitialized memory for so many messages of a chain (steps, g, m, c), or for those of packed rows (rows, c)."""
+    """Uninitialized memory for messages of a chain (steps, g, m, c), or of packed rows (rows, c)."""
     shape = (steps, chain.g, chain.m, chain.c) if chain.starts is None else chain.x.shape
     return in_large_pages(chain.new(*shape))
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """The same new tensor, whose first touch is faster on a CPU."""
+    """The same new tensor, backed by large pages on a CPU, whose first touch is faster."""
     return load("cpu.library").in_large_pages(tensor) if in_c(tensor) else tensor
 
 

@@ -1,8 +1,8 @@
 """A batch of chains in the layout of the recursions: steps first, then batch axes, then states.
 
 Sequences that share their transition matrices are a set. The batch is g sets of m sequences each, so that one step of a
-recursion is one batched product [g, m, c] x [g, c, c] for c states. Batch axes along which some parameter has its own
-values come first, then the others. All tensors are views of what the caller passed.
+recursion is one batched product [g, m, c] x [g, c, c] for c states. Batch axes along which a parameter has several
+values come first. All tensors are views of what the caller passed.
 """
 
 import math
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The place of each batch axis in `order`."""
+        """The index of each batch axis in `order`."""
         order = self.order
         return tuple(order.index(axis) for axis in range(len(order)))
 
@@ -140,7 +140,7 @@ class Chain:
         by_log: whether gradients are with respect to the logarithms of `bulk` and `p0` even if these are linear.
         starts: on a CPU, the first row (n) of each of n packed sequences. Then x, its gradient and the messages are
             (rows, c), and `bulk` is (rows, c, c), where each matrix leads into its row, or (1, c, c).
-        layout: how the batch axes of the operands lie in `lead`; of no use in a chain that is not made by `of`.
+        layout: the order of the batch axes of the operands in `lead`; only in chains from `of`.
     """
 
     x: Tensor
@@ -242,7 +242,7 @@ class Chain:
 
 
 def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
-    """Whether at least as many threads as are worth waking have no sequence as have one."""
+    """Whether at least half of the threads that are worth waking have no sequence."""
     return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
 
 

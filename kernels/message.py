@@ -1,4 +1,4 @@
-"""The forward message that one stretch of a chain hands to the next, and the messages kept for the backward pass.
+"""The forward message that one stretch of a chain passes to the next, and the messages kept for the backward pass.
 
 A chain may be computed stretch by stretch: each maps an entering forward message to a leaving one, and `backward` maps
 backward messages the other way. `Message` means the same in kernels/plain, cpu and gpu. So does `Kept.logs`; scales of
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# of kept logarithms, NaN, and less this, -inf: finite, so that their matrix product with zeros is 0
+# the stored logarithm that represents NaN; its negative represents -inf: finite, so that products with zeros are 0
 LOG_LIMIT = {torch.float32: 3.36e38, torch.float64: 1.7e308}
 
 
@@ -52,7 +52,7 @@ class Kept(NamedTuple):
 
     def logs(self, steps: int | slice) -> Tensor:
         """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""
-        # the logarithm of what is none takes ten times as long
+        # the logarithm of a negative number takes ten times as long
         messages = self.messages[steps].double().masked_fill(self.recomputed[..., None], 1.0)
         # log of a message near 1 keeps more digits than log of a large one
         top = messages.amax(-1, keepdim=True)

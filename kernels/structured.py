@@ -25,7 +25,7 @@ PRODUCT, POSTERIORS, FILTERED, MESSAGES, PATHS = Cost(16, 95), Cost(16, 33), Cos
 # that the caller computes in logarithms; and, if they are to be differentiated, other tensors
 Saved = tuple[Tensor, ...]
 
-# those of `Structured.tensors`, in their shapes; None for what is not needed, no entries for unneeded parameters
+# of `Structured.tensors`, in their shapes; None for what is not needed, no entries for unneeded parameters
 Gradients = tuple[Any, ...]
 
 
@@ -88,7 +88,7 @@ class Durations(NamedTuple):
 class Arcs:
     """The transitions that are not zero, each from a source to a target: int64 (arcs), sorted by source, then target.
 
-    No pair occurs twice. `arranged` holds what kernels compute of the arcs once.
+    No pair occurs twice. `arranged` caches what kernels compute from the arcs.
     """
 
     source: Tensor

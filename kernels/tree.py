@@ -54,7 +54,7 @@ def add_offset(values: Tensor, offset: Tensor) -> Tensor:
     """Add offsets (..., 2) to logarithms (..., c, c) near 0."""
     high, low = offset[..., None, None, :].unbind(-1)
     rounded = high.to(values.dtype)
-    # the digits of the offset that the dtype has no room for are added to the values, which are small
+    # the digits of the offset that the dtype cannot hold are added to the values, which are small
     low = (low + (high - rounded)).nan_to_num(0.0, 0.0, 0.0)
     return values.add_(low.to(values.dtype)).add_(rounded)
 
@@ -229,7 +229,7 @@ def _downward(s: int, width: int) -> tuple[Places, Places, int]:
 
 
 def with_arithmetic(kind: type[Arithmetic]) -> list[Any]:
-    """The functions that a module `product` offers, with `kind` as their arithmetic."""
+    """The functions of a module `product`, with `kind` as their arithmetic."""
     return [partial(f, kind) for f in (write_product, product_gradient, prefixes, prefixes_gradient)]
 
 

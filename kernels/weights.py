@@ -21,7 +21,7 @@ class Weights(NamedTuple):
     read: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Some entries at a time: the axis along which they are cut, where they start, they, and which are read."""
+        """Parts of the entries: the axis that is cut, the start of the part, the part, and which entries are read."""
         values = self.values.detach()
         read = torch.ones((), dtype=torch.bool, device=values.device) if self.read is None else self.read
         read = read.to(values.device).view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
             yield axis, i * size, part, mask
 
     def first_negative(self) -> list[int] | None:
-        """The place of an entry below 0 that is read, the first along all axes but the longest."""
+        """The indices of the first entry below 0 that is read, along all axes but the longest; None without one."""
         for axis, start, part, mask in self.parts():
             below = (part < 0) & mask
             if below.any():

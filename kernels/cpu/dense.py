@@ -105,7 +105,7 @@ def _counts(call: Call, grad_bulk: Tensor | None) -> tuple[list[tuple[int, int]]
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
-    """The log-partition (g, m); messages (v, *lead, c) of equal strides and the chain's dtype are written.
+    """The log-partition (g, m); writes messages (v, *lead, c), of equal strides and the chain's dtype.
 
     Forward and backward messages are computed in parallel if there are more threads than sequences.
     """

@@ -1,6 +1,6 @@
 """The gradients of chains' log-partition, as `kernels.plain.backward` defines them, by the Triton kernels.
 
-Nothing waits for the device. A message that entered has a posterior too, from which its backward message is found.
+Nothing waits for the device. A message that entered has a posterior too, from which its backward message follows.
 """
 
 import torch

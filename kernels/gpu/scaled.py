@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
     low: int  # the exponent of LOW: FLOOR LOW is a normal number
     trusted: float  # times n: the least sum of n products of a message and entries up to 2 that is exact to rounding
     trusted_joint: float  # times n^2: the same for two messages, one of them divided by 2^TARGET
-    limit: float  # the stored logarithm that represents NaN; less it represents -inf
+    limit: float  # the stored logarithm that represents NaN; its negative represents -inf
     integer: tl.dtype  # of the same size
     digits: int  # of a mantissa, below the exponent plus `bias`
     bias: int

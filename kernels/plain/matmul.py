@@ -27,8 +27,8 @@ _PAIRS = 2**15
 _ENTRIES = 3 * 2**15
 _PART = 128
 
-# least size of a piece, if cut, on the product's shorter axis and on its longer one: the longer side's exponentials are
-# computed again for every piece of the shorter, and products of few rows are slow
+# least size of a piece on the product's shorter axis and on its longer one, if they are cut: the longer side's
+# exponentials are computed again for every piece of the shorter, and products of few rows are slow
 _KEPT = 1024
 _PASSING = 512
 
@@ -239,7 +239,7 @@ def _add_to(into: Tensor, cut: Slices, part: Tensor) -> None:
 
 
 def _pieces(groups: Groups, a: Tensor, b: Tensor, depth: torch.dtype) -> Iterator[Piece]:
-    """The pieces of a product one after the other; `depth` as in `forward`."""
+    """The pieces of a product; `depth` as in `forward`."""
     first, k = len(groups.sets), a.shape[-1]
     # a term has lost less than FLUSH times its larger factor
     threshold = 2 * k * FLUSH[depth] / torch.finfo(depth).eps

@@ -23,8 +23,7 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """Write `states` (draws, g, m, steps) int64 over the uniform float64 numbers in [0, 1) that its memory holds.
 
     `kept` is the result of `forward`. A state is -1 after its sequence's end, and everywhere in a sequence whose
-    log-partition is not finite. Instead of a number there may be -1 - z at a
-    sequence's last step, whose state is then z: paths end there.
+    log-partition is not finite. In place of a number, -1 - z at a sequence's last step sets its state to z.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
     for first in range(0, len(states), size):
