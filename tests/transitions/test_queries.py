@@ -88,10 +88,10 @@ def assert_has_results_of_matrices(problem, query, lengths):
         {name: t for name, t in outputs.items() if name != "transitions"}
         for outputs in problem.both(SUBJECTS[query], lengths=lengths)
     )
-    for name, one in found.items():
-        assert_close(one, expected[name])
+    expected = {name: expected[name] for name in found}
+    assert_close(found, expected)
     if floating(found):
-        assert_same_gradients(problem, found, {name: expected[name] for name in found})
+        assert_same_gradients(problem, found, expected)
 
 
 @pytest.mark.parametrize(("kind", "query", "lead", "log", "lengths"), list(cells()))
@@ -147,8 +147,7 @@ def test_few_variables_or_sequences_have_results_of_matrices(kind, sizes):
             continue
         found, expected = problem.both(SUBJECTS[query])
         found.pop("transitions", None)
-        for name, one in found.items():
-            assert_close(one, expected[name])
+        assert_close(found, {name: expected[name] for name in found})
         values = [t.sum() for t in floating(found) if t.requires_grad]
         options = {"allow_unused": True, "materialize_grads": True}
         for gradient in torch.autograd.grad(sum(values), problem.leaves[2:], **options) if values else ():
