@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import logchain
 from logchain import reference
 from tests import oracle
 from tests.contract import Truth, assert_values, k_of, numbers, of_steps, sum_to, ulp, value_bound
@@ -157,6 +158,31 @@ def assert_posteriors(found: torch.Tensor, exact: np.ndarray, reach: np.ndarray,
     assert (values[reach == 0] == 0).all(), "the impossible has a posterior"
     error = np.abs(values - exact)
     assert (error <= bound).all(), f"error {error.max():.3g}, {np.nanmax(error / bound):.3g} times the bound"
+
+
+def counted(values: torch.Tensor, size: int) -> np.ndarray:
+    """How often each of 0 to size - 1 is found along the first axis [..., size]."""
+    places = (size + 1) * torch.arange(values.shape[1:].numel()).view(values.shape[1:]) + values + 1
+    counts = torch.bincount(places.flatten(), minlength=(size + 1) * values.shape[1:].numel())
+    return counts.view(*values.shape[1:], size + 1)[..., 1:].numpy()
+
+
+def assert_drawn(chain: Chain, paths: torch.Tensor, lengths=None) -> None:
+    """Paths are possible, -1 past the end, and states and pairs as frequent as their posteriors say."""
+    total, c = len(paths), chain.x.shape[-1]
+    assert paths.dtype == torch.int64 and paths.shape[1:] == chain.x.shape[:-1]
+    truth = reference.marginals(*numbers(chain), log_params=chain.log_params, lengths=lengths)
+    weights = logchain.log_prob(*chain[:3], paths, log_params=chain.log_params, lengths=lengths)
+    assert torch.isfinite(weights[:, torch.from_numpy(np.isfinite(truth.log_norm))]).all()
+    inside = torch.from_numpy(truth.states.sum(-1) > 0.5)
+    assert ((paths >= 0) == inside).all()
+    before, after = paths[..., :-1], paths[..., 1:]
+    pairs = torch.where((before >= 0) & (after >= 0), c * before + after, -1)
+    found = counted(paths, c), counted(pairs, c * c).reshape(truth.transitions.shape)
+    for counts, exact in zip(found, (truth.states, truth.transitions), strict=True):
+        p = exact.clip(0.0, 1.0)
+        assert (counts[p == 0] == 0).all()
+        assert (np.abs(counts - total * p) <= 6 * np.sqrt(total * p * (1 - p)) + 6).all()
 
 
 def prefixes(chain: Chain, lag: int) -> np.ndarray:

@@ -171,8 +171,7 @@ STACKS += [("cpu", "left_to_right", 7, 5), ("gpu", "mixed", 3, 3)]
 def test_strange_strides(name, s, c, how, backend):
     stack = draw(name, s, c)
     view = stack.transpose(0, 1).contiguous().transpose(0, 1) if how == "swapped" else relaid(stack, how)
-    for value, known in zip(gradients(view.to(backend)), gradients(stack.to(backend)), strict=True):
-        torch.testing.assert_close(value, known, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(view.to(backend)), gradients(stack.to(backend)), rtol=0, atol=0)
 
 
 PLACES = [(1, F32), (2, F64), (8, F64), (13, F32)]

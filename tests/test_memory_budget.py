@@ -223,8 +223,7 @@ def read_within_a_limit(path, which):
         torch.empty(128 * MB // 4)
     value, found = both()
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    for one, other in zip([value[:4], *found], [expected[0], *expected], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([value[:4], *found], [expected[0], *expected], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory")

@@ -9,6 +9,7 @@ import logchain
 from logchain import reference
 from tests import oracle
 from tests.contract import numbers, poisoned_memory
+from tests.expected import assert_drawn
 from tests.families import F32, F64, FAMILIES, INF, LARGE, NAN, Chain, Draw, dense, small
 from tests.layouts import BATCHES, STEPS, broadcast, poisoned
 from tests.seeded import seeded
@@ -88,31 +89,6 @@ def drawn(chain: Chain, count: int, seed: int = 0, **options) -> torch.Tensor:
     return logchain.sample(*chain[:3], count, generator=seeded(seed), log_params=chain.log_params, **options)
 
 
-def counted(values: torch.Tensor, size: int) -> np.ndarray:
-    """How often each of 0 to size - 1 is found along the first axis [..., size]."""
-    places = (size + 1) * torch.arange(values.shape[1:].numel()).view(values.shape[1:]) + values + 1
-    counts = torch.bincount(places.flatten(), minlength=(size + 1) * values.shape[1:].numel())
-    return counts.view(*values.shape[1:], size + 1)[..., 1:].numpy()
-
-
-def assert_posterior(chain: Chain, paths: torch.Tensor, lengths=None) -> None:
-    """Paths are possible, -1 past the end, and states and pairs as frequent as their posteriors say."""
-    total, c = len(paths), chain.x.shape[-1]
-    assert paths.dtype == torch.int64 and paths.shape[1:] == chain.x.shape[:-1]
-    truth = reference.marginals(*numbers(chain), log_params=chain.log_params, lengths=lengths)
-    weights = logchain.log_prob(*chain[:3], paths, log_params=chain.log_params, lengths=lengths)
-    assert torch.isfinite(weights[:, torch.from_numpy(np.isfinite(truth.log_norm))]).all()
-    inside = torch.from_numpy(truth.states.sum(-1) > 0.5)
-    assert ((paths >= 0) == inside).all()
-    before, after = paths[..., :-1], paths[..., 1:]
-    pairs = torch.where((before >= 0) & (after >= 0), c * before + after, -1)
-    found = counted(paths, c), counted(pairs, c * c).reshape(truth.transitions.shape)
-    for counts, exact in zip(found, (truth.states, truth.transitions), strict=True):
-        p = exact.clip(0.0, 1.0)
-        assert (counts[p == 0] == 0).all()
-        assert (np.abs(counts - total * p) <= 6 * np.sqrt(total * p * (1 - p)) + 6).all()
-
-
 @BOTH
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LARGE])
 def test_drawn_paths_have_the_posterior(name):
@@ -120,7 +96,7 @@ def test_drawn_paths_have_the_posterior(name):
         chain = FAMILIES[name](dtype, each=each, n=2, t=1)
         one_matrix = chain._replace(bulk=chain.bulk[..., -1:, :, :])
         for some in (chain, one_matrix) if chain.bulk.shape[-3] > 1 else (chain,):
-            assert_posterior(some, drawn(some, 500))
+            assert_drawn(some, drawn(some, 500))
 
 
 @BOTH
@@ -130,7 +106,7 @@ def test_drawn_paths_have_the_posterior(name):
 def test_draws_of_any_number_and_scale_have_the_posterior(scale, c, count):
     chain = FAMILIES["sharp"](F32, v=9, c=c)
     chain = chain._replace(bulk=scale * chain.bulk)
-    assert_posterior(chain, drawn(chain, count))
+    assert_drawn(chain, drawn(chain, count))
 
 
 @BOTH
@@ -153,7 +129,7 @@ def test_each_path_is_drawn_as_often_as_it_should(name, v, c):
 def test_drawn_paths_end_with_their_sequence(name, lengths):
     chain = FAMILIES[name](F32, v=5, each=True)
     paths = drawn(chain, 600, lengths=lengths)
-    assert_posterior(chain, paths, lengths)
+    assert_drawn(chain, paths, lengths)
     with poisoned_memory():
         assert torch.equal(drawn(poisoned(chain, lengths), 600, lengths=lengths), paths)
 
@@ -196,11 +172,11 @@ def test_draws_inside_compile_vmap_and_autocast():
     one, other = torch.compile(twice, fullgraph=True, backend="aot_eager")(*operands)
     assert not torch.equal(one, other)
     for paths in (one, other):
-        assert_posterior(Chain(*operands), paths, lengths)
+        assert_drawn(Chain(*operands), paths, lengths)
     draw = lambda x, bulk, p0: logchain.sample(x, bulk, p0, 300)  # noqa: E731
-    assert_posterior(Chain(*operands), torch.func.vmap(draw, randomness="different")(*operands).movedim(0, 1))
+    assert_drawn(Chain(*operands), torch.func.vmap(draw, randomness="different")(*operands).movedim(0, 1))
     paths = torch.func.vmap(draw, in_dims=(0, None, None), randomness="different")(x, bulk[0], p0[0])
-    assert_posterior(Chain(x, bulk[:1], p0[:1]), paths.movedim(0, 1))
+    assert_drawn(Chain(x, bulk[:1], p0[:1]), paths.movedim(0, 1))
     with pytest.raises(RuntimeError, match="^sample: expected vmap"):
         torch.func.vmap(draw)(*operands)
     with torch.autocast("cpu", torch.bfloat16):

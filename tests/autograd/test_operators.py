@@ -160,8 +160,8 @@ def test_every_query_is_exported(query, name):
 
     program = torch.export.export(Module(), chain[:3])
     assert any("logchain." in str(node.target) for node in program.graph.nodes)
-    for one, other in zip(program.module()(*chain[:3]), Module()(*chain[:3]), strict=True):
-        torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if query == "product" else {}))
+    results = program.module()(*chain[:3]), Module()(*chain[:3])
+    torch.testing.assert_close(*results, **({"rtol": 0, "atol": 0} if query == "product" else {}))
 
 
 IN_DIMS = [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (-3, 2, 1)]
@@ -194,8 +194,7 @@ def test_vmap_of_every_query_is_a_loop(query, in_dims):
     for mapped, alone in ((function, function), (slope(function), slope_by_autograd(function))):
         found = torch.vmap(mapped, in_dims=in_dims)(*stacked)
         expected = zip(*(alone(*row) for row in rows), strict=True)
-        for one, many in zip(expected, found, strict=True):
-            torch.testing.assert_close(many, torch.stack(one))
+        torch.testing.assert_close(found, tuple(map(torch.stack, expected)))
 
 
 @pytest.mark.parametrize(("family", "lengths"), [("detour", None), ("dense", [[3], [2]])])
@@ -211,9 +210,7 @@ def test_hessians(family, lengths):
     jacfwd, jacrev = torch.func.jacfwd, torch.func.jacrev
     for first, second in ((jacrev, jacfwd), (jacrev, jacrev), (jacfwd, jacrev)):
         found = second(first(function, argnums=everything), argnums=everything)(*chain[:3])
-        for row, expected_row in zip(found, expected, strict=True):
-            for one, other in zip(row, expected_row, strict=True):
-                torch.testing.assert_close(one, other)
+        torch.testing.assert_close(found, expected)
     found = torch.func.hessian(function, argnums=everything)(*chain[:3])
     torch.testing.assert_close(found[0][1], expected[0][1])
 
@@ -240,8 +237,7 @@ def test_nested_transforms_agree_with_the_definition(nested):
     operands = (x, bulk[0, 0].log(), p0[0, 0].log())
     functions = pairwise, lambda *o: logchain.product(*o, log_params=True)
     expected, results = (NESTED[nested](function) for function in functions)
-    for one, other in zip(tree_leaves(results(*operands)), tree_leaves(expected(*operands)), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(results(*operands), expected(*operands))
 
 
 def test_forward_derivatives_of_forward_derivatives_are_refused():
@@ -292,8 +288,8 @@ def test_compiled_messages_have_gradients_by_one_operator():
     operands = leaves(chain)
     compiled = torch.compile(messages, fullgraph=True, backend=backend)(*operands)
     expected = torch.autograd.grad(messages(*operands), operands)
-    for one, other in zip(torch.autograd.grad(compiled, operands, create_graph=True), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    gradients = torch.autograd.grad(compiled, operands, create_graph=True)
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-9)
     assert len(sizes) == 1 and sizes[0] < 40
     with pytest.raises(RuntimeError, match="expected one derivative inside torch.compile"):
         compiled = torch.compile(messages, fullgraph=True, backend=backend)(*operands)
@@ -326,8 +322,7 @@ def test_jacobians_by_forward_and_reverse_mode_agree(query):
             jacobian(WITH_PRODUCT[query], argnums=argument)(*chain[:3])
             for jacobian in (torch.func.jacrev, torch.func.jacfwd)
         )
-        for one, other in zip(rows, columns, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(rows, columns)
 
 
 def test_dual_numbers_have_the_derivative_of_jvp():
@@ -364,8 +359,7 @@ def test_transforms_compile_into_one_graph(transform):
     x, bulk, p0, _ = FAMILIES["dense"](F64, n=2, v=3, c=2)
     function, operands = TRANSFORMED[transform], (x, bulk[0, 0], p0[0, 0])
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(tree_leaves(compiled(*operands)), tree_leaves(function(*operands)), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(compiled(*operands), function(*operands))
 
 
 @pytest.mark.parametrize("query", WITH_PRODUCT)

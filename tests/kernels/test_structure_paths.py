@@ -8,6 +8,8 @@ import logchain
 from logchain import reference, transitions
 from logchain.kernels.cpu import sparse
 from logchain.memory import peak_bytes
+from tests.expected import assert_drawn
+from tests.families import Chain
 from tests.kernels import structures
 from tests.kernels.structures import F32, F64, INF, KINDS, draw, hub
 
@@ -58,23 +60,11 @@ def test_draws_of_detours_of_ten_million_nats_have_their_posteriors():
 
 @pytest.mark.parametrize(("steps", "dtype"), [(1, F32), (3, F64)], ids=str)
 def test_draws_are_those_of_dense_matrices_at_each_level(steps, dtype, level):
-    """States are as frequent as their posteriors say, and no pair of neighbors is impossible."""
     segments = structures.durations(3, 4), structures.durations(7, 1)
     for kind in (structures.bands(7, 0, 2, -1), structures.random_arcs(6), structures.arcs(70, hub(70)), *segments):
         chain, dense = with_dense(kind, v=4, steps=steps, dtype=dtype, scale=3.0)
-        count, lengths, ends = 4000, chain.lengths.numpy(), chain.lengths[..., None]
-        wanted = reference.marginals(*(one.numpy() for one in dense), log_params=True, lengths=lengths)
-        drawn = chain.call(logchain.sample, count, generator=torch.Generator().manual_seed(0))
-        assert ((drawn == -1) == (torch.arange(4) >= ends) | torch.from_numpy(wanted.log_norm == -INF)[..., None]).all()
-        for step in range(4):
-            computed = torch.nn.functional.one_hot(drawn[..., step] + 1, chain.kind.c + 1)[..., 1:].double().mean(0)
-            truth = torch.from_numpy(np.asarray(wanted.states[..., step, :]))
-            torch.testing.assert_close(computed, truth, rtol=0, atol=0.04)
-        logs = dense[1].expand(2, 3, 3, chain.kind.c, chain.kind.c)
-        before, after = drawn[..., :-1].clamp(min=0), drawn[..., 1:].clamp(min=0)
-        sets, members, step = (torch.arange(size) for size in (2, 3, 3))
-        used = logs[sets[:, None, None], members[:, None], step, before, after]
-        assert (used[drawn[..., 1:] >= 0] > -INF).all()
+        drawn = chain.call(logchain.sample, 4000, generator=torch.Generator().manual_seed(0))
+        assert_drawn(Chain(*dense, log_params=True), drawn, chain.lengths)
 
 
 @DTYPES
@@ -105,8 +95,7 @@ def test_best_paths_from_checkpoints_are_the_same(v, dtype, level, monkeypatch):
             whole = chain.call(logchain.viterbi)
             monkeypatch.setattr(sparse, "_POINTERS", 0)
             assert (whole.states >= 0).any()
-            for one, other in zip(whole, chain.call(logchain.viterbi), strict=True):
-                assert torch.equal(one, other)
+            assert all(map(torch.equal, whole, chain.call(logchain.viterbi)))
 
 
 def test_best_path_of_a_long_chain_takes_little_memory():
