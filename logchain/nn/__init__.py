@@ -18,8 +18,9 @@ from .emissions import (
     Poisson,
     Product,
 )
+from .expectations import FilteredStates, Forecast
 from .fitting import ConvergenceWarning, Fit, fit
-from .hmm import HMM, FilteredStates, Forecast
+from .hmm import HMM
 from .layers import SumLayer
 from .linear_chain_crf import LinearChainCRF
 from .log_weights import LogWeights
