@@ -111,6 +111,14 @@ def machine(packages: str = "torch") -> dict[str, str]:
     }
 
 
+def map_blocks_from(size: int) -> None:
+    """Allocate blocks of at least `size` bytes in pages that are returned when they are freed, and smaller ones not."""
+    if sys.platform == "linux":
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
+        mallopt(mmap_threshold, size)
+        mallopt(trim_threshold, 2**31 - 1)
+
+
 def in_turns(calls: Sequence[Call]) -> list[list[float]]:
     """Seconds of each call, round by round; short calls run many times in a row."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -126,6 +134,7 @@ def in_turns(calls: Sequence[Call]) -> list[list[float]]:
 
 def compare(comparison: Comparison) -> Iterator[Row]:
     """Logchain's time, the others' times, and their ratios, each in turns with logchain alone."""
+    map_blocks_from(32 << 20)  # so that calls do not pay for pages each time
     case, calls = comparison
     parts = {name: call if isinstance(call, Part) else Part(call, 1.0) for name, call in calls.items()}
     ours = parts.pop("logchain").call
@@ -196,6 +205,7 @@ def resident_peak(call: Call) -> int:
     def status(field: str) -> int:
         return int(re.findall(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
 
+    map_blocks_from(64 << 10)  # so that a call cannot use pages of an earlier one unseen
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
@@ -308,9 +318,6 @@ def work(task: Task, sender: Any) -> None:
     torch.set_num_threads(task.threads)
     if task.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    if sys.platform == "linux":  # freed memory stays with the process, so that pages are not paid for in each call
-        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
-        mallopt(mmap_threshold, 32 << 20), mallopt(trim_threshold, 2**31 - 1)
     for item in task.function(*task.arguments):
         for row in compare(item) if isinstance(item, Comparison) else [item]:
             sender.send(row)
