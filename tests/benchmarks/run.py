@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 import logchain
 from tests.benchmarks import cases, structures
-from tests.benchmarks.cases import GRADIENTS, MODES, ONE, STEP, Call, Comparison, Part, Workload, draw
+from tests.benchmarks.cases import GRADIENTS, MODES, ONE, Call, Comparison, Part, Workload, draw
 from tests.benchmarks.peers import PEERS, Peer
 
 RESULTS = Path(__file__).parent / "results" / "results.csv"
@@ -287,7 +287,8 @@ def tasks() -> list[Task]:
         for kind, workload in workloads:
             if workload.matrices in matrices and (kind == "peers" or name in cases.SCALED):
                 result.append(Task(f"{kind}/{workload}/{name}", peer, (kind, workload, name), package))
-        families, memory = ([], []) if floor else (cases.accuracy(), cases.MEMORY if STEP in matrices else [])
+        families = [] if floor else cases.accuracy()
+        memory = [] if floor else [workload for workload in cases.MEMORY if workload.matrices in matrices]
         result += [Task(f"accuracy/{family}/{name}", errors, (family, name), package) for family in families]
         for workload in memory:
             result.append(Task(f"memory/{workload}/{name}", peak, (workload, name), package, limit=MOST_SECONDS))
