@@ -286,15 +286,17 @@ def test_long_chains_equal_one_process(teams, start, stop, function):
 
 def refused(rank, case, function):
     with logchain.rescues() as seen:
-        FUNCTIONS[function](distributed, case.of(rank), None, one_matrix=False)
+        FUNCTIONS[function](distributed, case.of(rank), None, one_matrix=False, **case.options)
     return seen.boundaries, seen.sequences
 
 
 @pytest.mark.parametrize("function", ["product", "viterbi"])
 def test_only_boundaries_that_do_not_mix_are_recomputed(teams, function):
     assert {boundaries for boundaries, _ in teams(3).values(refused, stuck("identity", 1, 1), function)} == {0}
-    found = teams(3).values(refused, stuck("permutation", 1, sum(LONG) - 1), function)
-    assert all(boundaries > 0 for boundaries, _ in found[1:])
+    case = stuck("permutation", 1, sum(LONG) - 1)
+    assert all(boundaries > 0 for boundaries, _ in teams(3).values(refused, case, function)[1:])
+    ended = case._replace(lengths=torch.tensor([LONG[0] - 1, LONG[0]]))
+    assert {boundaries for boundaries, _ in teams(3).values(refused, ended, function)} == {0}
 
 
 @pytest.mark.parametrize(("rank", "where"), [(0, 3), (1, 6), (2, 14)])

@@ -183,9 +183,12 @@ def test_transitions_of_marginals_count_uses_of_parameters(kind, lead):
     full, total = (logchain.marginals(*problem.operands, transitions=how).transitions for how in ("full", "sum"))
     assert full.lead == (*BATCH, V - 1)
     alone = logchain.marginals(problem.x[1], problem.structure, problem.p0, transitions="full").transitions
-    for each, summed, one in zip(full.parameters, total.parameters, alone.parameters, strict=True):
+    with torch.no_grad():
+        plain = logchain.marginals(*problem.operands, transitions="full").transitions
+    for each, summed, one, same in zip(*(c.parameters for c in (full, total, alone, plain)), strict=True):
         assert_close(each.sum_to_size(summed.shape), summed)
         assert_close(each[1], one)
+        assert_close(same, each)
 
 
 @pytest.mark.parametrize("kind", sorted({*MAKE} - {*WITH_PATHS}))
