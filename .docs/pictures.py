@@ -66,7 +66,7 @@ def misaligned() -> Figure:
     one_shift, clamped = (sums.log() + rows + columns for sums in (product, product.clamp(1e-10)))
     curves = {
         "logchain.matmul": (logchain.matmul(a, b), BLUE, "-"),
-        "one shift a row and column": (one_shift, ORANGE, "--"),
+        "one shift for each row and column": (one_shift, ORANGE, "--"),
         "the same with a clamp": (clamped, RED, ":"),
     }
     for name, (logarithms, color, line) in curves.items():

@@ -16,7 +16,7 @@ from .choice import check_forward_choice as check_forward_choice
 from .choice import load as load
 from .choice import on_cpu as on_cpu
 from .choice import use as use
-from .message import Kept, Message
+from .message import Message, Residuals
 from .structured import Arcs, Durations, Factors
 
 # modules of Triton kernels; modules in C by the type of a pattern; modules of kernels/plain that cpu/dense.py replaces
@@ -74,15 +74,15 @@ def module(name: str, tensor: Tensor) -> Any:
     return load(f"plain.{name}")
 
 
-def forward(chain: Any, entering: Message | None = None, **options: Any) -> tuple[Kept, Any]:
+def forward(chain: Any, entering: Message | None = None, **options: Any) -> tuple[Residuals, Any]:
     """The log-partitions and kept messages, and the last forward message; see `kernels.plain.forward`."""
-    results: tuple[Kept, Any] = module("forward", chain.x).forward(chain, entering, **options)
+    results: tuple[Residuals, Any] = module("forward", chain.x).forward(chain, entering, **options)
     return results
 
 
-def backward(chain: Any, kept: Kept, *gradients: Tensor | None) -> Tensor:
+def backward(chain: Any, residuals: Residuals, *gradients: Tensor | None) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
-    start: Tensor = module("backward", chain.x).backward(chain, kept, *gradients)
+    start: Tensor = module("backward", chain.x).backward(chain, residuals, *gradients)
     return start
 
 

@@ -25,12 +25,12 @@ class Layout(NamedTuple):
 
     Attributes:
         batch: the sizes of the batch axes.
-        own: the axes of the batch that tell sets apart.
+        set_axes: the axes of the batch that tell sets apart.
         packed: whether the sequences are packed, of one batch axis: x and matrices are rows, which lie in place.
     """
 
     batch: tuple[int, ...]
-    own: tuple[int, ...]
+    set_axes: tuple[int, ...]
     packed: bool = False
 
     @classmethod
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     @property
     def order(self) -> tuple[int, ...]:
         """The batch axes, those that tell sets apart first."""
-        return (*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own))
+        return (*self.set_axes, *(axis for axis in range(len(self.batch)) if axis not in self.set_axes))
 
     @property
     def back(self) -> tuple[int, ...]:
@@ -63,13 +63,13 @@ class Layout(NamedTuple):
     @property
     def grid(self) -> tuple[int, int]:
         """The number g of sets, and the number m of members of each."""
-        g = math.prod(self.batch[axis] for axis in self.own)
-        return g, math.prod(self.batch[axis] for axis in self.order[len(self.own) :])
+        g = math.prod(self.batch[axis] for axis in self.set_axes)
+        return g, math.prod(self.batch[axis] for axis in self.order[len(self.set_axes) :])
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """A tensor [*B or ones, *rest] as (g, m, *rest)."""
         if self.packed:
-            return tensor[:, None] if self.own else tensor[None]
+            return tensor[:, None] if self.set_axes else tensor[None]
         rest = tensor.shape[len(self.batch) :]
         return _moved(tensor.expand((*self.batch, *rest)), self.order).reshape(*self.grid, *rest)
 
@@ -98,28 +98,29 @@ class Layout(NamedTuple):
         return _moved(values, self.back, values.dim() - 1 - len(self.batch)) if self.batch else values.squeeze(-2)
 
     def matrices(self, bulk: Tensor) -> Tensor:
-        """A view of bulk [*B or ones, s, c, c], of which axes may be missing, as (s, *own, c, c)."""
+        """A view of bulk [*B or ones, s, c, c], of which axes may be missing, as (s, *sets, c, c)."""
         if self.packed:
             return bulk
         lead = bulk.dim() - 3
-        own = [axis - (len(self.batch) - lead) for axis in self.own]
-        shared = tuple(axis for axis in range(lead) if axis not in own)
+        axes = [axis - (len(self.batch) - lead) for axis in self.set_axes]
+        shared = tuple(axis for axis in range(lead) if axis not in axes)
         bulk = bulk.squeeze(shared) if shared else bulk
-        return bulk.movedim(len(own), 0) if own else bulk
+        return bulk.movedim(len(axes), 0) if axes else bulk
 
     @property
     def _sets(self) -> "Layout":
         """The layout of sets alone, of one member each."""
-        return Layout(tuple(size if axis in self.own else 1 for axis, size in enumerate(self.batch)), self.own)
+        batch = tuple(size if axis in self.set_axes else 1 for axis, size in enumerate(self.batch))
+        return Layout(batch, self.set_axes)
 
     def parameter(self, tensor: Tensor) -> Tensor:
-        """A parameter [*B or ones, s, *own] as (s, g or 1, *own), a view where all or no sets have their own."""
+        """A parameter [*B or ones, s, *sizes] as (s, g or 1, *sizes), a view where all or no sets have their own."""
         if all(size == 1 for size in tensor.shape[: len(self.batch)]):
             return tensor.reshape(tensor.shape[len(self.batch) :]).unsqueeze(1)
         return self._sets.grouped(tensor)[:, 0].transpose(0, 1)
 
     def as_parameter(self, counts: Tensor, shape: Sequence[int]) -> Tensor:
-        """Sums (s, g or 1, *own) over sets in the shape [*B or ones, s, *own] of a parameter, contiguous."""
+        """Sums (s, g or 1, *sizes) over sets in the shape [*B or ones, s, *sizes] of a parameter, contiguous."""
         if counts.shape[1] == 1:
             return counts.reshape(shape)
         return self._sets.batched(counts.transpose(0, 1)[:, None]).sum_to_size(shape).contiguous()
@@ -131,7 +132,7 @@ class Chain:
 
     Attributes:
         x: log-potentials (v, *lead, c) for v steps, batch axes `lead` and c states.
-        bulk: transition matrices (s, *own, c, c), [from, to]; s = v - 1, or 1 for one matrix at all steps. `own` are
+        bulk: transition matrices (s, *sets, c, c), [from, to]; s = v - 1, or 1 for one matrix at all steps. `sets` are
             the first axes of `lead`. In a stretch that a message enters, s = v or 1: the first leads into step 0.
         p0: initial weights (*lead or ones, c); not read in a stretch that a message enters.
         ends: the number of steps of each sequence (g, m, 1), 0 only in such a stretch; None: all have v.

@@ -1,8 +1,8 @@
 """The forward message that one stretch of a chain passes to the next, and the messages kept for the backward pass.
 
 A chain may be computed stretch by stretch: each maps an entering forward message to a leaving one, and `backward` maps
-backward messages the other way. `Message` means the same in kernels/plain, cpu and gpu. So does `Kept.logs`; scales of
-linear `messages` differ, and on a GPU `backward` of one backend reads what `forward` of the other kept.
+backward messages the other way. `Message` means the same in kernels/plain, cpu and gpu. So does `Residuals.logs`;
+scales of linear `messages` differ, and on a GPU `backward` of one backend reads what `forward` of the other kept.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Message(NamedTuple):
         return self.scale[0]
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """The results of `forward` that `backward` reads.
 
     Attributes:

@@ -51,14 +51,14 @@ class Factor(NamedTuple):
     transposed: bool = False
 
     @property
-    def others(self) -> int:
-        """The size of all axes but the one that is mapped."""
+    def vectors(self) -> int:
+        """How many vectors of a row the matrices map."""
         return self.before * self.after * max(1, self.blocks)
 
     @property
     def size(self) -> int:
         """The entries of a row after the factor."""
-        return self.others * self.leaving
+        return self.vectors * self.leaving
 
     @property
     def reverse(self) -> "Factor":
@@ -111,9 +111,9 @@ class Structured(NamedTuple):
 
     Attributes:
         x: log-potentials [*B, v, c].
-        transition: the `logchain.transitions.Transition`. Its parameters are [*B or ones, s, *own], s = v - 1 or 1 for
-            the same at all steps; all batch axes are there. Its `pattern` is where they are in matrices. For bands the
-            offsets, a tuple of integers: parameter (bands, c), of which `values[band, j]` is the weight from state
+        transition: the `logchain.transitions.Transition`. Its parameters are [*B or ones, s, *sizes], s = v - 1, or 1
+            for the same at all steps; all batch axes are there. Its `pattern` is where they are in matrices. For bands
+            the offsets, a tuple of integers: parameter (bands, c), of which `values[band, j]` is the weight from state
             j - offset to j, and is ignored where no state is. `Arcs` for a parameter (arcs). `Durations` for one of
             segments. `Factors` for a product. None for any other structure.
         p0: initial weights [*B or ones, c].

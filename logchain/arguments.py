@@ -143,7 +143,7 @@ def as_lengths(
     x: Tensor,
     device: torch.device | None = None,
     *,
-    given: tuple[str, Tensor] | None = None,
+    of: tuple[str, Tensor] | None = None,
     least: int = 1,
 ) -> Tensor:
     """Lengths 1..v of the shape of the first batch axes, checked, as int64 [*B] on `device` (by default that of x).
@@ -162,7 +162,7 @@ def as_lengths(
     axes = lengths.dim()
     if lengths.shape != batch[:axes]:
         prefixes = " or ".join(str(list(batch[:end])) for end in range(1, len(batch) + 1)) or "[]"
-        name, value = given or ("x", x)
+        name, value = of or ("x", x)
         text = f"to go with {name} {list(value.shape)}, got {list(lengths.shape)}"
         raise ValueError(f"lengths: expected shape {prefixes} {text}")
     if on_host and not torch.compiler.is_compiling() and has_values(lengths):

@@ -31,8 +31,8 @@ class Chain:
     """The operands of a function of a chain.
 
     Attributes:
-        operands: those of a batch; for packed sequences x [total, c], parameters [*own] or [1 or total, *own], and p0
-            [c] or [n, c].
+        operands: those of a batch; for packed sequences x [total, c], parameters [*sizes] or [1 or total, *sizes], and
+            p0 [c] or [n, c].
         starts, lengths: for packed sequences, the first row and the number of rows of each (n), on the host.
         packed: whether sequences are packed.
         padded: whether packed sequences are computed in padded batches.
@@ -159,7 +159,7 @@ class Chain:
         rows = rows.to(x.device)
         alone = len(members) == 1  # views
         parameters = []
-        for i, (parameter, sizes) in enumerate(zip(transition.parameters, transition.own_sizes, strict=True)):
+        for i, (parameter, sizes) in enumerate(zip(transition.parameters, transition.sizes, strict=True)):
             if not self._by_row(i):
                 parameters.append(parameter.reshape(1, 1, *sizes))
             else:
@@ -258,9 +258,9 @@ def _packed_operands(x: Tensor, transition: Transition, p0: Tensor, log_params: 
     if p0.shape not in ((c,), (n, c)):
         raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")
     shared = []
-    for parameter, own in zip(transition.parameters, transition.own, strict=True):
-        check_tensor("bulk", parameter, own, like=x)
-        lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
+    for parameter, axes in zip(transition.parameters, transition.axes, strict=True):
+        check_tensor("bulk", parameter, axes, like=x)
+        lead, sizes = parameter.shape[: parameter.dim() - axes], parameter.shape[parameter.dim() - axes :]
         expected = torch.Size([c, c]) if dense else sizes
         if lead not in ((), (1,), (total,)) or sizes != expected:
             text = f"[1 or {total}, {', '.join(map(str, expected))}] to go with cu_seqlens"

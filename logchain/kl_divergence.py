@@ -50,10 +50,10 @@ def kl_divergence(
         check_tensor("bulk", operands[1], 2)
     chain_p = Chain.of(*p, log_params, lengths, cu_seqlens, prefix="p: ")
     chain_q = Chain.of(*q, log_params, lengths, cu_seqlens, prefix="q: ")
-    x, other = p[0], q[0]
-    if x.shape != other.shape or x.device != other.device:
+    x, of_q = p[0], q[0]
+    if x.shape != of_q.shape or x.device != of_q.device:
         expected = f"x {list(x.shape)} on {x.device} as in p"
-        raise ValueError(f"q: expected {expected}, got {list(other.shape)} on {other.device}")
+        raise ValueError(f"q: expected {expected}, got {list(of_q.shape)} on {of_q.device}")
     divergences = chain_p.map(
         lambda p, q: divergence(p.dense[:3], q.dense[:3], p.lengths, log_params), list(chain_q.batches())
     )

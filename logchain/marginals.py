@@ -99,7 +99,7 @@ def _of_batch(
     if transitions == "full":
         *batch, v, _ = operands.x.shape
         structure = operands.transition
-        pairs = zip(structure.parameters, structure.own_sizes, strict=True)
+        pairs = zip(structure.parameters, structure.sizes, strict=True)
         parameters = [parameter.expand(*batch, v - 1, *sizes) for parameter, sizes in pairs]
         operands = operands.of(operands.x, operands.p0, *parameters)
     needs = True, False, *(transitions is not None for _ in operands.transition.parameters)

@@ -105,9 +105,9 @@ class Operands(Structured):
             index = self.batch_index(tensor, chosen)
             return tensor[index] if index else tensor[(0,) * (self.x.dim() - 2)][None]
 
-        x, *others = map(of, self.detached().tensors)
+        x, *parameters = map(of, self.detached().tensors)
         lengths = None if self.lengths is None else self.lengths.reshape(-1)[chosen]
-        return self.of(x.expand(len(chosen), -1, -1), *others)._replace(lengths=lengths)
+        return self.of(x.expand(len(chosen), -1, -1), *parameters)._replace(lengths=lengths)
 
     def cheapest(self, cost: Cost = POSTERIORS) -> "Operands":
         """The operands, with dense matrices in place of a structure that takes longer on a CPU than they do."""
@@ -169,10 +169,10 @@ def check_chain(
     each.
     """
     transition, like = transition_of(bulk), None if in_pieces else x
-    columns = list(zip(transition.parameters, transition.own, strict=True))
+    columns = list(zip(transition.parameters, transition.axes, strict=True))
     check_tensor("x", x, 2)
-    for parameter, own in columns:
-        check_tensor("bulk", parameter, own, like=like)
+    for parameter, axes in columns:
+        check_tensor("bulk", parameter, axes, like=like)
     check_tensor("p0", p0, 1, like=like)
     if in_pieces:
         host = ("cpu",) if kernels.on_gpu(p0) else ()
@@ -186,9 +186,9 @@ def check_chain(
     dense, steps = isinstance(transition, Dense), (1, max(0, v - 1), v) if part else (1, v - 1)
     if transition.states != c and not dense:
         raise ValueError(f"bulk: expected {c} states to go with x {list(x.shape)}, got {transition.states}")
-    for parameter, own in columns:
-        sizes = [(c,), (c,)] if dense else [(size,) for size in parameter.shape[-own:]]
-        lead = batch_sizes(batch, parameter.dim() - own - 1)
+    for parameter, axes in columns:
+        sizes = [(c,), (c,)] if dense else [(size,) for size in parameter.shape[-axes:]]
+        lead = batch_sizes(batch, parameter.dim() - axes - 1)
         check_sizes("bulk", parameter, (*lead, steps, *sizes)[-parameter.dim() :], x, steps=len(lead))
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
     return transition

@@ -107,8 +107,8 @@ def per_step(bulk: Bulk, change: Callable[[Tensor, int], Tensor]) -> Bulk:
     """Matrices, or the parameters of a structure, by a function of a tensor and of the axis of its steps."""
     if isinstance(bulk, Tensor):
         return change(bulk, -3)
-    parts = zip(bulk.parameters, bulk.own, strict=True)
-    return bulk.with_parameters(*(change(part, -1 - own) for part, own in parts))
+    parts = zip(bulk.parameters, bulk.axes, strict=True)
+    return bulk.with_parameters(*(change(part, -1 - axes) for part, axes in parts))
 
 
 def is_one_matrix(bulk: Bulk) -> bool:

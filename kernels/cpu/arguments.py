@@ -130,7 +130,7 @@ class Call(Pointing):
         self._at(name, offsets(tensor.shape[1:-1], tensor.stride()[1:-1]) if starts is None else starts * step)
 
     def matrices(self, name: str, tensor: Tensor) -> None:
-        """Set `bulk`, or its gradient `grad_bulk`, to matrices (s, *own, c, c)."""
+        """Set `bulk`, or its gradient `grad_bulk`, to matrices (s, *sets, c, c)."""
         starts, field, shared = self.chain.starts, getattr(self.arguments, name), len(tensor) == 1
         field.step, (field.from_, field.to) = 0 if shared else tensor.stride(0), tensor.stride()[-2:]
         if starts is None or shared:

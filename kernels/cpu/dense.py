@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import messages_of
 from ..chain import Chain, has_idle_threads
-from ..message import Kept, Message, leaving_message
+from ..message import Message, Residuals, leaving_message
 from .arguments import Call, function, thread_spans
 from .library import in_large_pages
 
@@ -26,7 +26,7 @@ def _per_sequence(chain: Chain, *states: int, dtype: torch.dtype = torch.float64
 
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
-) -> tuple[Kept, Message | None]:
+) -> tuple[Residuals, Message | None]:
     """The log-partitions and kept messages, and the last forward message; see `kernels.plain.forward`."""
     log_norm, error = scale = torch.empty(2, chain.g, chain.m, dtype=torch.float64, device="cpu")
     flagged = torch.zeros(chain.g, chain.m, dtype=torch.bool, device="cpu")
@@ -38,13 +38,13 @@ def forward(
         call.set(entering=entering.values.to(chain.dtype).contiguous())
         call.set(entering_log_norm=before[0], entering_error=before[1])
     call.run("value", call.spans())
-    kept = Kept(log_norm, chain.new(0) if keep is None else keep, flagged, entering is not None)
-    return kept, None if values is None else leaving_message(chain.ends, Message(values, scale), entering)
+    residuals = Residuals(log_norm, chain.new(0) if keep is None else keep, flagged, entering is not None)
+    return residuals, None if values is None else leaving_message(chain.ends, Message(values, scale), entering)
 
 
 def backward(
     chain: Chain,
-    kept: Kept,
+    residuals: Residuals,
     weight: Tensor,
     following: Tensor | None,
     grad_x: Tensor | None,
@@ -52,12 +52,12 @@ def backward(
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
     preceding = _per_sequence(chain, chain.c)
-    flagged = kept.recomputed.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
-    call = Call(chain, entered=kept.entered)
-    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), flagged=flagged)
+    flagged = residuals.recomputed.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
+    call = Call(chain, entered=residuals.entered)
+    call.set(messages=residuals.messages, log_norm=residuals.log_norm.contiguous(), flagged=flagged)
     call.set(weight=weight.double().resolve_neg().contiguous(), uncounted=_per_sequence(chain, dtype=torch.int64))
-    if kept.entered:  # the first of the kept messages is the one that entered
-        call.set(entering=kept.messages, leaving=preceding)
+    if residuals.entered:  # the first of the kept messages is the one that entered
+        call.set(entering=residuals.messages, leaving=preceding)
     else:
         call.set(grad_p0=preceding)
     call.set(following=None if following is None else following.contiguous())
@@ -80,7 +80,7 @@ def backward(
         grad_bulk[0].copy_(counts[0].reshape(grad_bulk[0].shape))
     if grad_x is not None and written is not None and written is not grad_x:
         grad_x.copy_(written)
-    return preceding if kept.entered else preceding.view(*chain.lead, chain.c)
+    return preceding if residuals.entered else preceding.view(*chain.lead, chain.c)
 
 
 def _counts(call: Call, grad_bulk: Tensor | None) -> tuple[list[tuple[int, int]], list[Tensor]]:
@@ -146,11 +146,12 @@ def means(chains: Sequence[Chain]) -> tuple[Tensor, Tensor, Tensor]:
     return log_norm, mean, flagged == 1  # forward
 
 
-def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
+def draw(chain: Chain, residuals: Residuals, states: Tensor) -> None:
     """Write the states of drawn paths, see `kernels.plain.sample`."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
     call = Call(chain)
-    call.set(messages=kept.messages, log_norm=kept.log_norm.contiguous(), flagged=kept.recomputed.to(torch.uint8))
+    call.set(messages=residuals.messages, log_norm=residuals.log_norm.contiguous())
+    call.set(flagged=residuals.recomputed.to(torch.uint8))
     call.paths(states, count, states.shape[-1], rank=states.stride(0), sequence=states.stride(-2))
     # the columns of a step's matrix that are read: one for every draw, at most all
     work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
@@ -186,9 +187,9 @@ class Messages:
         self.leaving, flagged = _per_sequence(chain, chain.c), _per_sequence(chain, dtype=torch.uint8)
         self.unknown = flagged.view(torch.bool)
         width = max(chain.c, function("lanes", chain.dtype)())
-        kept = in_large_pages(chain.new(call.arguments.steps, chain.g * chain.m, width))
+        messages = in_large_pages(chain.new(call.arguments.steps, chain.g * chain.m, width))
         before = None if entering is None else entering.to(chain.dtype).contiguous()
-        call.set(entering=before, leaving=self.leaving, messages=kept, flagged=flagged)
+        call.set(entering=before, leaving=self.leaving, messages=messages, flagged=flagged)
         call.run("viterbi_forward", call.spans())
 
     def follow(self, states: Tensor) -> None:

@@ -58,7 +58,7 @@ class Scan(Pointing):
         live, weight, inverse: (n), backward: which rows are computed, their weights, and 1 / sum S B of the last step.
     """
 
-    def __init__(self, chain: Structured, kept: Sequence[Tensor] | None = None, *, keep: bool = True) -> None:
+    def __init__(self, chain: Structured, saved: Sequence[Tensor] | None = None, *, keep: bool = True) -> None:
         self.chain, self.dtype, device = chain, chain.dtype, chain.x.device
         self.layout = Layout.of_parameters(chain.batch, chain.parameters)
         self.weights, self.sets, self.n = Weights(chain, self.layout), self.layout.grid[0], math.prod(self.layout.grid)
@@ -70,10 +70,10 @@ class Scan(Pointing):
         self.order, self.ends = order, ends.contiguous()
         having = (self.n - torch.bincount(ends, minlength=chain.v + 1).cumsum(0)).tolist()
         self.active = [count if self.sets == 1 else self.n for count in having if count]
-        if kept is None:
-            kept = self._slots(chain.v if keep else 2), self.new(chain.v, self.n).zero_(), self.new(chain.v, self.n)
-            kept[2].fill_(1.0)
-        self.state, self.tops, self.powers = kept
+        if saved is None:
+            saved = self._slots(chain.v if keep else 2), self.new(chain.v, self.n).zero_(), self.new(chain.v, self.n)
+            saved[2].fill_(1.0)
+        self.state, self.tops, self.powers = saved
         self.flagged, self.live = (torch.zeros(self.n, dtype=torch.bool, device=device) for _ in range(2))
         self.weight, self.inverse = (torch.zeros(self.n, dtype=torch.float64, device=device) for _ in range(2))
         self.floor, self.scale = 2.0 ** (TOP[self.dtype] - self.weights.depth), 2.0**self.weights.spare
@@ -185,8 +185,8 @@ def forward(chain: Structured, keep: bool) -> Saved:
             ended = scan.ends == step + 1
             total[ended] = scan.state[step % len(scan.state)][ended].sum(-1, dtype=torch.float64)
     scan.flagged |= (total != 0) & ~((total >= scan.floor * 2.0**guard) & total.isfinite())
-    kept = (scan.state, scan.tops, scan.powers) if keep else ()
-    return scan.in_batch(scan.log_norm(shift, total)), scan.in_batch(scan.flagged), *kept
+    saved = (scan.state, scan.tops, scan.powers) if keep else ()
+    return scan.in_batch(scan.log_norm(shift, total)), scan.in_batch(scan.flagged), *saved
 
 
 def backward(chain: Structured, saved: Saved, weight: Tensor, needs: Sequence[bool], by_log: bool) -> Gradients:

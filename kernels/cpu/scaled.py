@@ -28,7 +28,7 @@ class Weights:
     """The parameters of a chain as weights of the dtype of the arithmetic.
 
     Attributes:
-        values: the parameters (s, sets, *own).
+        values: the parameters (s, sets, *sizes).
         scales: the logarithms of what each is divided by (s, sets), to base 2 for linear parameters.
         one_step: whether all steps have the same parameters.
         depth: messages are raised to at least 2^-depth of their largest entry.
@@ -94,7 +94,7 @@ class Weights:
         return torch.stack([scale[:steps].expand(steps, sets) for scale in scales]).sum(0)
 
     def at(self, step: int) -> list[Tensor]:
-        """The weights (sets, *own) of all parameters into a step."""
+        """The weights (sets, *sizes) of all parameters into a step."""
         index = 0 if self.one_step else step - 1
         if index != self._index:
             weights = [self._linear(place, index) for place in range(len(self.values))]
@@ -111,7 +111,7 @@ class Weights:
         return entries.contiguous() if self.one_step else entries
 
     def gradient(self, place: int, step: int, counts: Tensor, factor: float, *, by_log: bool) -> Tensor:
-        """Counts (sets, *own) times `factor`, by a parameter as it was passed in, or by its logarithm, in float64.
+        """Counts (sets, *sizes) times `factor`, by a parameter as it was passed in, or by its logarithm, in float64.
 
         Counts are sums of products of what enters a weight and what leaves it.
         """

@@ -63,13 +63,13 @@ def _or_wider(function: Callable[..., _Result | None]) -> Callable[..., _Result 
 
 def _forward(call: "_Call", keep: bool) -> Saved | None:
     """The log-partitions; kept are mantissas and exponents of forward messages, and what these lack of each step."""
-    kept: Saved = ()
+    saved: Saved = ()
     if keep:
-        kept = call.numbers(), call.numbers(), torch.empty(call.n, call.chain.v, dtype=torch.float64, device="cpu")
-        call.set(mantissas=kept[0], exponents=kept[1], taken=kept[2])
+        saved = call.numbers(), call.numbers(), torch.empty(call.n, call.chain.v, dtype=torch.float64, device="cpu")
+        call.set(mantissas=saved[0], exponents=saved[1], taken=saved[2])
     log_norm = call.log_norm()
     inexact = call.run("forward", call.spans())
-    return None if inexact else (log_norm, torch.zeros_like(log_norm, dtype=torch.bool), *kept)
+    return None if inexact else (log_norm, torch.zeros_like(log_norm, dtype=torch.bool), *saved)
 
 
 forward = _or_wider(_forward)
@@ -91,10 +91,10 @@ def backward(call: "_Call", saved: Saved, weight: Tensor, needs: Sequence[bool],
     call.set(grad_x=grad_x, grad_p0=grad_p0)
     counted = any(needs[2:]) and call.parameter.numel() > 0
     # copies of gradients of each step take no more memory than the messages
-    most = None if call.one else max(1, call.n * chain.c // max(1, call.entries))
+    most = None if call.one_matrix else max(1, call.n * chain.c // max(1, call.entries))
     spans = call.spans(whole_sets=counted, most=most)
     counts = call.sums(len(spans) if counted else 1)
-    if call.run("backward", spans, "counts" if call.one else "grad_weights", counts if counted else []):
+    if call.run("backward", spans, "counts" if call.one_matrix else "grad_weights", counts if counted else []):
         return None
     grad_p0 = None if grad_p0 is None else grad_p0.sum_to_size(chain.p0.shape).to(chain.dtype)
     if not any(needs[2:]):
@@ -164,13 +164,13 @@ class _Call(Pointing):
         x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
         self.parameter, self._lanes = parameter, int(function("lanes", dtype)())
         sets, (steps, *entries) = parameter.shape[: len(batch)], parameter.shape[len(batch) :]
-        self._sets, self.one, self.entries = sets.numel(), steps == 1, math.prod(entries)
+        self._sets, self.one_matrix, self.entries = sets.numel(), steps == 1, math.prod(entries)
         self._set_of = set_of = torch.arange(self._sets, device="cpu").view(sets).expand(batch).flatten()
         ends = torch.full((self.n,), chain.v) if chain.lengths is None else chain.lengths.expand(batch).flatten()
         at = (places(operand, batch) for operand in (x, p0, parameter))
         table = torch.stack([torch.arange(self.n), ends, *at, set_of * steps * self.entries], 1)
         table, self._held = table if self._sets == 1 else table[torch.argsort(set_of, stable=True)], {}
-        self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one)
+        self.arguments = _Arguments(steps=chain.v, states=chain.c, one_matrix=self.one_matrix)
         self.set(logarithms=chain.log_params, x_step=x.stride(-2), p0_state=p0.stride(-1), counts_step=self.entries)
         self.set(weights_step=parameter.stride(len(batch)), weights_inner=parameter.stride(-1))
         self.set(places=table, x=x, weights=parameter, p0=p0)
@@ -216,14 +216,14 @@ class _Call(Pointing):
 
         They are in float64 where all steps share the parameter.
         """
-        dtype, copies = torch.float64 if self.one else self._of_operands, threads if self._sets == 1 else 1
+        dtype, copies = torch.float64 if self.one_matrix else self._of_operands, threads if self._sets == 1 else 1
         return [torch.zeros(self.parameter.shape, dtype=dtype, device="cpu") for _ in range(copies)]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], field: str = "", sums: Sequence[Tensor] = ()) -> int:
         """The sum of what a function returns for spans of places, a thread for each; `sums` add up in the first."""
-        each = [{field: sums[i % len(sums)]} for i in range(len(spans))] if sums else ()
+        per_thread = [{field: sums[i % len(sums)]} for i in range(len(spans))] if sums else ()
         kind = "exact" if self.dtype == self._of_operands else "wide"
-        count = run(self.arguments, self._of_operands, f"{kind}_{name}", spans, each)
+        count = run(self.arguments, self._of_operands, f"{kind}_{name}", spans, per_thread)
         for more in sums[1:]:
             sums[0].add_(more)
         return count

@@ -19,7 +19,7 @@ from .library import in_large_pages
 
 _Value = TypeVar("_Value")
 
-# the log-partition, the forward messages, and which of them are logarithms; see `kernels.message.Kept`
+# the log-partition, the forward messages, and which of them are logarithms; see `kernels.message.Residuals`
 Residuals = tuple[Tensor, Tensor, Tensor]
 
 # the logarithm of a message [*B, c] with sum 1, the log-partition [*B, 1], and its rounding error [*B, 1]
@@ -116,7 +116,7 @@ def short_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, wanted: Call
         chain = Chain.of(x, bulk, p0, None, log_params)
         a, b, c = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
         dense = Chain.of(a, b, c, None, log_params)
-        in_order = chain.layout.own == tuple(range(len(chain.layout.own)))
+        in_order = chain.layout.set_axes == tuple(range(len(chain.layout.set_axes)))
         plain = all(operand.dtype == chain.dtype for operand in (x, bulk, p0)) and x.stride(-1) == 1
         short = Short(places[3:], chain, dense) if in_order and plain and chain.v > 1 else None
         return short if short and short.on_one_thread else None

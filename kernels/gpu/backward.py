@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept
+from ..message import Residuals
 from . import counts, exact
 from .chains import Chains, Scan
 
 
 def backward(
     chain: Chain,
-    kept: Kept,
+    residuals: Residuals,
     weight: Tensor,
     following: Tensor | None,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
-    g, m, c, entered = chain.g, chain.m, chain.c, int(kept.entered)
+    g, m, c, entered = chain.g, chain.m, chain.c, int(residuals.entered)
     matrices = None if grad_bulk is None else grad_bulk.reshape(len(grad_bulk), g, c, c)
-    entering = kept.logs(0) if entered else None
+    entering = residuals.logs(0) if entered else None
     if entered or following is not None:  # a sequence may be impossible because of another part of the chain
-        weight = weight.masked_fill(kept.log_norm == -torch.inf, 0.0)
+        weight = weight.masked_fill(residuals.log_norm == -torch.inf, 0.0)
     if chain.ends is not None:
         outside = ((chain.ends < 1) | (chain.ends > chain.v))[..., 0]
         weight = weight.masked_fill(outside & (weight != 0), 0.0 if entered else torch.nan)
@@ -33,11 +33,12 @@ def backward(
     in_place = grad_x is not None and grad_x.dtype == chain.dtype and not entered
     posterior = grad_x.reshape(v, g, m, c) if grad_x is not None and in_place else chain.new(v, g, m, c)
     if posterior.numel():
-        chains, messages, middle = Chains.of(chain, entering), kept.messages[:v], v // 2 if kept.halved else v - 1
-        scan = Scan(chains, kept.recomputed.view(torch.int8).clone(), kept.bound)
-        weight, log_norm = weight.contiguous(), kept.log_norm.contiguous()
+        chains, messages = Chains.of(chain, entering), residuals.messages[:v]
+        middle = v // 2 if residuals.halved else v - 1
+        scan = Scan(chains, residuals.recomputed.view(torch.int8).clone(), residuals.bound)
+        weight, log_norm = weight.contiguous(), residuals.log_norm.contiguous()
         final = None if following is None else following.double().contiguous()
-        others = scan.backward(messages, weight, final, posterior, halved=kept.halved)
+        others = scan.backward(messages, weight, final, posterior, halved=residuals.halved)
         if matrices is not None:
             counts.multiply(scan, messages, others, middle, matrices)
         size = exact.backward(chains, scan.flags, log_norm, weight, final, posterior, others)

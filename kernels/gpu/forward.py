@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, leaving_message, normalized
+from ..message import Message, Residuals, leaving_message, normalized
 from ..numbers import exact_sum
 from . import exact
 from .chains import Chains, Scan, meets
@@ -24,7 +24,7 @@ def forward(
     keep: Tensor | None = None,
     leave: bool = False,
     halved: bool = False,
-) -> tuple[Kept, Message | None]:
+) -> tuple[Residuals, Message | None]:
     """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`.
 
     `halved`: only the gradient reads the kept messages, which may then be backward messages after the middle step.
@@ -52,11 +52,11 @@ def forward(
     if entering is not None:
         scale = torch.stack(exact_sum(torch.cat([scale, entering.scale.expand(2, g, m)])))
     kept_messages, recomputed = chain.new(0) if keep is None else keep, flags.view(torch.bool)
-    kept = Kept(scale[0], kept_messages, recomputed, entering is not None, bound, halved and keep is not None)
+    residuals = Residuals(scale[0], kept_messages, recomputed, entering is not None, bound, halved and keep is not None)
     if not leave:
-        return kept, None
-    logs = kept._replace(messages=_last_message(chains, messages)[None]).logs(0)
-    return kept, leaving_message(chain.ends, Message(normalized(logs)[0], scale), entering)
+        return residuals, None
+    logs = residuals._replace(messages=_last_message(chains, messages)[None]).logs(0)
+    return residuals, leaving_message(chain.ends, Message(normalized(logs)[0], scale), entering)
 
 
 def _last_message(chains: Chains, messages: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept
+from ..message import Residuals
 from ..numbers import shifted
 from . import matmul as log_matmul
 from .forward import forward, potentials, transitions
@@ -22,7 +22,7 @@ from .forward import forward, potentials, transitions
 
 def backward(
     chain: Chain,
-    kept: Kept,
+    residuals: Residuals,
     weight: Tensor,
     following: Tensor | None,
     grad_x: Tensor | None,
@@ -32,13 +32,13 @@ def backward(
 
     Args:
         chain: the operands that `forward` was called with.
-        kept: the result of `forward`. For a stretch, replace its `log_norm` by that of the whole chain: -inf there
+        residuals: the result of `forward`. For a stretch, replace its `log_norm` by that of the whole chain: -inf there
             marks sequences without a possible path, which have gradient 0.
         weight: (g, m); sequences of weight 0 have gradient 0, whatever they hold.
         following: the backward message of each sequence's last step (g, m, c), float64 logarithms up to an additive
             constant; None for zeros, where the chain ends.
         grad_x: memory (v, *lead, c) into which the gradient of x is written; None where it is not wanted.
-        grad_bulk: memory (s, *own, c, c), each matrix contiguous, into which the gradient of `bulk` is written, or of
+        grad_bulk: memory (s, *sets, c, c), each matrix contiguous, into which the gradient of `bulk` is written, or of
             its logarithms; None where it is not wanted.
 
     Returns:
@@ -46,16 +46,16 @@ def backward(
         although their sum does not. Otherwise the backward message of the step that entered (g, m, c), float64
         logarithms up to an additive constant: the `following` of the stretch before.
     """
-    if kept.halved:  # by Triton kernels
-        kept, _ = forward(chain, keep=torch.empty_like(kept.messages))
-    g, c, entered = chain.g, chain.c, int(kept.entered)
-    weight = weight.double().masked_fill(kept.log_norm == -math.inf, 0.0)[..., None]
+    if residuals.halved:  # by Triton kernels
+        residuals, _ = forward(chain, keep=torch.empty_like(residuals.messages))
+    g, c, entered = chain.g, chain.c, int(residuals.entered)
+    weight = weight.double().masked_fill(residuals.log_norm == -math.inf, 0.0)[..., None]
     counts = torch.zeros(g, c, c, dtype=torch.float64, device=weight.device)
     message = last = counts.new_zeros(g, chain.m, c) if following is None else following
     posterior = torch.zeros_like(last)
     for step in reversed(range(chain.v)):
         alive_weight = weight if chain.ended is None else weight.masked_fill(chain.ended[step], 0.0)
-        posterior = torch.softmax(kept.logs(step + entered) + message, -1)
+        posterior = torch.softmax(residuals.logs(step + entered) + message, -1)
         posterior = (posterior * alive_weight).masked_fill(alive_weight == 0, 0.0)
         if grad_x is not None:
             grad_x[step] = posterior.view(grad_x.shape[1:])
@@ -64,7 +64,7 @@ def backward(
         x, (matrix, _) = potentials(chain, step)[0], transitions(chain, step, entered)
         if grad_bulk is not None:
             index = step - 1 + entered
-            before = kept.logs(index).masked_fill(alive_weight == 0, -math.inf)
+            before = residuals.logs(index).masked_fill(alive_weight == 0, -math.inf)
             step_counts = log_matmul.backward(posterior, before, matrix, False, True, torch.float64)[1]
             assert step_counts is not None
             if len(chain.bulk) == 1:
@@ -75,7 +75,7 @@ def backward(
         message = earlier if chain.ended is None else torch.where(chain.ended[step], last, earlier)
     if grad_bulk is not None and len(chain.bulk) == 1:
         grad_bulk[0] = _gradient(chain, counts, chain.bulk[0])
-    if kept.entered:
+    if residuals.entered:
         return message.masked_fill(weight == 0, 0.0)
     return _gradient(chain, posterior.view(*chain.lead, c), chain.p0.expand(*chain.lead, c))
 

@@ -103,12 +103,12 @@ def _by_counts(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
         p = replace(p, bulk=p.bulk.expand(p.v - 1, *p.bulk.shape[1:]))
     v, g, c = p.v, p.g, p.c
     states, counts = messages_of(p, v), p.bulk.new_empty(p.bulk.shape, dtype=p.dtype)
-    kept = forward(p, keep=messages_of(p, v))[0]
-    backward(replace(p, by_log=True), kept, torch.ones_like(kept.log_norm), None, states, counts)
+    residuals = forward(p, keep=messages_of(p, v))[0]
+    backward(replace(p, by_log=True), residuals, torch.ones_like(residuals.log_norm), None, states, counts)
     if len(chains) == 1:
         entropy = _conditional(counts.view(-1, g, 1, c, c), states, p.ends)
-        return _finished(chains, kept.log_norm, kept.log_norm - entropy, kept.recomputed)
-    exact = kept.recomputed if in_triton(p.x) or in_c(p.x) else None
+        return _finished(chains, residuals.log_norm, residuals.log_norm - entropy, residuals.recomputed)
+    exact = residuals.recomputed if in_triton(p.x) or in_c(p.x) else None
     # log-potentials first, because these correct posteriors
     mean = _means([chain.x.reshape(v, g, 1, c) for chain in chains], True, states, exact)
     exact = exact if p.log_params else None
@@ -118,7 +118,7 @@ def _by_counts(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
         bulks = [tensor.reshape(-1, g, 1, c**2) for tensor in (*(chain.bulk for chain in chains), counts)]
         of_bulk = _means(bulks[:-1], p.log_params, bulks[-1], exact)
         mean += of_bulk if len(p.bulk) > 1 else of_bulk * (v - 1 if p.ends is None else p.ends[..., 0] - 1)
-    return _finished(chains, kept.log_norm, mean, kept.recomputed)
+    return _finished(chains, residuals.log_norm, mean, residuals.recomputed)
 
 
 def _conditional(pairs: Tensor, states: Tensor, ends: Tensor | None) -> Tensor:
@@ -142,10 +142,10 @@ def _means(weights: Sequence[Tensor], log: bool, shares: Tensor, exact: Tensor |
     """
     mean = torch.zeros(shares.shape[1:3], dtype=torch.float64, device=shares.device)
     for steps in _blocks(len(shares), shares[0].numel()):
-        logs, *others = (weight[steps].double() if log else weight[steps].double().log() for weight in weights)
+        logs, *of_second = (weight[steps].double() if log else weight[steps].double().log() for weight in weights)
         if exact is not None:
             shares[steps] *= (logs - _DEEPEST).clamp_(max=0.0).masked_fill_(exact[..., None], 0.0).exp_()
-        terms, total = logs - others[0] if others else logs, shares[steps].sum(-1, dtype=torch.float64)
+        terms, total = logs - of_second[0] if of_second else logs, shares[steps].sum(-1, dtype=torch.float64)
         # 0 times infinity is NaN
         mean += ((terms * shares[steps]).nansum(-1) / total).masked_fill_(total == 0, 0.0).sum(0)
     return mean

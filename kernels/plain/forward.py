@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, encoded, leaving_message, normalized
+from ..message import Message, Residuals, encoded, leaving_message, normalized
 from ..numbers import FLUSH, exact_sum, relative_logs, shifted
 from . import matmul as log_matmul
 
@@ -25,7 +25,7 @@ def forward(
     keep: Tensor | None = None,
     leave: bool = False,
     halved: bool = False,
-) -> tuple[Kept, Message | None]:
+) -> tuple[Residuals, Message | None]:
     """The log-partitions (g, m) with the messages that `backward` reads, and the last forward message or None.
 
     Args:
@@ -75,8 +75,8 @@ def forward(
     if chain.ends is not None and entering is None:  # on a GPU, lengths are not checked before
         scale[0].masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     leaving = leaving_message(chain.ends, Message(values, scale), entering)
-    kept = Kept(scale.sum(0), chain.new(0) if keep is None else keep, recomputed, entering is not None)
-    return kept, leaving if leave else None
+    residuals = Residuals(scale.sum(0), chain.new(0) if keep is None else keep, recomputed, entering is not None)
+    return residuals, leaving if leave else None
 
 
 def _underflows(message: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept
+from ..message import Residuals
 from ..numbers import log_weights
 from .viterbi import without_states
 
@@ -19,23 +19,23 @@ from .viterbi import without_states
 _WEIGHTS = 2**22
 
 
-def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
+def draw(chain: Chain, residuals: Residuals, states: Tensor) -> None:
     """Write `states` (draws, g, m, steps) int64 over the uniform float64 numbers in [0, 1) that its memory holds.
 
-    `kept` is the result of `forward`. A state is -1 after its sequence's end, and everywhere in a sequence whose
+    `residuals` is the result of `forward`. A state is -1 after its sequence's end, and everywhere in a sequence whose
     log-partition is not finite. In place of a number, -1 - z at a sequence's last step sets its state to z.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
     for first in range(0, len(states), size):
-        _draw(chain, kept, states[first : first + size])
-    without_states(chain, states, ~kept.log_norm.isfinite())
+        _draw(chain, residuals, states[first : first + size])
+    without_states(chain, states, ~residuals.log_norm.isfinite())
 
 
-def _draw(chain: Chain, kept: Kept, states: Tensor) -> None:
+def _draw(chain: Chain, residuals: Residuals, states: Tensor) -> None:
     numbers = states.view(torch.float64)
     sets, state = torch.arange(chain.g, device=states.device)[:, None], torch.empty(0)
     for step in reversed(range(chain.v)):
-        terms = kept.logs(step)
+        terms = residuals.logs(step)
         if step + 1 < chain.v:
             # (draws, g, m, c)
             columns = log_weights(chain.matrix(step).mT[sets, state], chain.log_params, torch.float64)

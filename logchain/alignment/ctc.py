@@ -79,7 +79,7 @@ def from_ctc(
     if not on_gpu(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes + star:
         expected = f"labels from 0 to {'C' if star else 'C - 1'} = {classes - 1 + star}"
         raise ValueError(f"targets: expected {expected}, got {int(labels.min())} to {int(labels.max())}")
-    labels, counts, lengths = (each.to(log_probs.device) for each in (labels, counts, lengths))
+    labels, counts, lengths = (tensor.to(log_probs.device) for tensor in (labels, counts, lengths))
     end = 2 * counts[:, None]  # the state of a target's last blank
     state = torch.arange(2 * labels.shape[1] + 1, device=log_probs.device)
     dtype = torch.promote_types(log_probs.dtype, torch.float32)

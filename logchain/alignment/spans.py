@@ -62,7 +62,7 @@ def align(
     """
     chain = from_ctc(log_probs, targets, input_lengths, target_lengths, blank, star=star)
     *batch, _, c = chain.x.shape
-    labels, counts = (each.to(log_probs.device) for each in padded_labels(targets, target_lengths, blank))
+    labels, counts = (tensor.to(log_probs.device) for tensor in padded_labels(targets, target_lengths, blank))
     present = (torch.arange(c // 2, device=log_probs.device) < counts[:, None]).view(*batch, -1)
     best = viterbi(**chain._asdict())
     path = best.states.masked_fill(best.states < 0, c)  # states never fall along it

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Layout, arithmetic_dtype
-from ..kernels.message import Kept
+from ..kernels.message import Residuals
 from ..operands import Operands, check_chain
 from ..rescues import report_chains
 from ..schedules import choose
@@ -36,7 +36,7 @@ class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient reads in addition to the operands.
 
     Of one scan: forward `messages` (v, g, m, c), which sequences were `recomputed` exactly (g, m), and as `extra`
-    nothing or the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Of several
+    nothing or the `bound` of `kernels.message.Residuals`, (s, g), or (1, s, g) if the messages are `halved`. Of several
     segments: see `schedules.segments`.
     """
 
@@ -152,7 +152,7 @@ def backward(
     else:
         halved = saved.extra.dim() == 3
         bound = saved.extra[0] if halved else saved.extra if saved.extra.dim() == 2 else None
-        residuals = Kept(saved.log_norm, saved.messages, saved.recomputed, bound=bound, halved=halved)
+        residuals = Residuals(saved.log_norm, saved.messages, saved.recomputed, bound=bound, halved=halved)
         start = kernels.backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
         grad_bulk.copy_(wide)

@@ -80,7 +80,7 @@ class _Entropy(torch.autograd.Function):
         logs = [_log_weights(*chain, ctx.log_params) for chain in chains]
         if q:
             grad = torch.where(value.isinf(), 0.0, grad)
-            tangents = tuple(log - other for log, other in zip(*logs, strict=True))
+            tangents = tuple(log_p - log_q for log_p, log_q in zip(*logs, strict=True))
         else:
             grad, tangents = -grad, logs[0]
         gradients: list[Tensor | None] = [None] * 6

@@ -89,7 +89,7 @@ class Steps:
         return log_weights(self._p0, self._log, torch.float64)
 
     def transition(self, step: int) -> Transition:
-        """The structure that leads into a step, with logarithms (g or 1, *own) of its parameters."""
+        """The structure that leads into a step, with logarithms (g or 1, *sizes) of its parameters."""
         return self._shared or self._at(step - 1 + self.entered)
 
     def _at(self, index: int) -> Transition:

@@ -14,7 +14,7 @@ from ..arguments import Lengths, check_choice
 from ..autograd.operator import Final
 from ..autograd.paths import log_weight
 from ..kernels.chain import Chain, arithmetic_dtype
-from ..kernels.message import Kept
+from ..kernels.message import Residuals
 from ..log_prob import as_paths
 from ..marginals import Marginals
 from ..operands import checked
@@ -237,7 +237,7 @@ class _Gradients(Final):
         if states is not None:
             grad = grad.masked_fill(impossible, 0.0)
             weight = -grad.sum_to_size(operands[0].shape[:-2])
-        residuals = None if messages is None else Kept(log_norm, messages, recomputed, part.entered, bound)
+        residuals = None if messages is None else Residuals(log_norm, messages, recomputed, part.entered, bound)
         # of what ranks share, each computes its share if any of them needs the gradient
         computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
         gradients, *_ = part.backward(log_norm, residuals, part.layout.grouped(weight), computed)

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import arguments, kernels
 from ..internals import is_transformed
 from ..kernels.chain import Chain
-from ..kernels.message import Kept, Message
+from ..kernels.message import Message, Residuals
 from ..kernels.weights import Weights
 from ..operands import check_chain, check_signs
 from ..rescues import report_boundaries, report_chains
@@ -128,7 +128,7 @@ class Part:
             ranks.exchange(step, leaving)
         return arrived, leaving
 
-    def forward(self, keep: bool) -> tuple[Tensor, Kept | None]:
+    def forward(self, keep: bool) -> tuple[Tensor, Residuals | None]:
         """The log-partitions (g, m), the same on all ranks, and what `backward` reads, to `keep` if there is any."""
         chain, residuals, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
         memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
@@ -149,7 +149,7 @@ class Part:
         return log_norm, residuals._replace(log_norm=log_norm) if residuals is not None and keep else None
 
     def backward(
-        self, log_norm: Tensor, residuals: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
+        self, log_norm: Tensor, residuals: Residuals | None, weight: Tensor, needs: Sequence[bool] = (False,) * 3
     ) -> tuple[list[Any], Tensor, Tensor]:
         """Gradients of `sum(weight * log_norm)`, and backward messages (g, m, c) before this part and at its end."""
         x, bulk, p0 = self.operands

@@ -268,7 +268,8 @@ def check_possible(log_prob: Tensor) -> None:
     """Check that no log-probability is -inf."""
     impossible = log_prob == -torch.inf
     if bool(impossible.any()):
-        raise ValueError(f"data: expected what is possible, got log-probability -inf {int(impossible.sum())} times")
+        count, remedy = int(impossible.sum()), "give probabilities that are 0 small values, or mark the data as missing"
+        raise ValueError(f"data: expected what is possible, got log-probability -inf {count} times; {remedy}")
 
 
 def emission_options(emission: Emission, covariates: Tensor | None) -> dict[str, Any]:

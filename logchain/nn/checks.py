@@ -60,7 +60,7 @@ def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
 
 def check_rows(name: str, covariates: Tensor, sizes: tuple[int, ...]) -> None:
     """Check covariates `[*B, v, ...]` for the sizes `(*B, v)`, or 1 in their places."""
-    if not all(size in (1, other) for size, other in zip(covariates.shape, sizes, strict=False)):
+    if not all(size in (1, expected) for size, expected in zip(covariates.shape, sizes, strict=False)):
         expected = f"[{', '.join(map(str, sizes))}, ...], a row for each step, or 1 for batch and steps"
         raise ValueError(f"{name}: expected shape {expected}, got {list(covariates.shape)}")
 

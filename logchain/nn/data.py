@@ -43,13 +43,13 @@ class Sequences:
         if is_list and lengths is not None:
             raise ValueError("lengths: expected None with a list of sequences, which has them")
         parts = {
-            name: _parts(name, one, is_list, like, event_axes is None or name == "covariates")
-            for name, one in arguments.items()
-            if one is not None
+            name: _parts(name, value, is_list, like, event_axes is None or name == "covariates")
+            for name, value in arguments.items()
+            if value is not None
         }
         sizes = [len(part) for part in parts["data"]] if is_list else None
-        for name, each in parts.items():
-            if is_list and [len(part) for part in each] != sizes:
+        for name, of_argument in parts.items():
+            if is_list and [len(part) for part in of_argument] != sizes:
                 raise ValueError(f"{name}: expected sequences as long as those of data, got other lengths")
         data, mask, covariates, states = (
             None if name not in parts else torch.cat(parts[name]) if is_list else parts[name][0] for name in arguments
@@ -73,7 +73,7 @@ class Sequences:
             check_mask(mask, *(data.shape[:end] for end in range(1, data.dim() + 1)))
             steps = mask.shape
         if lengths is not None:
-            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
+            ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), of=("data", data))
             inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
             mask = inside if mask is None else mask & over(inside, mask.shape)
             if covariates is not None and covariates.shape[: inside.dim()] == inside.shape:
@@ -103,10 +103,10 @@ class Sequences:
         count, sizes, lengths, rows = len(self.data), None, None, index
         offsets = self.cu_seqlens
         if offsets is not None:
-            starts, each = offsets[index.cpu()], offsets.diff()[index.cpu()]
-            shifts = (starts - each.cumsum(0) + each).repeat_interleave(each)
+            starts, counts = offsets[index.cpu()], offsets.diff()[index.cpu()]
+            shifts = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
             rows = (torch.arange(len(shifts), device="cpu") + shifts).to(self.data.device)
-            sizes = each.tolist()
+            sizes = counts.tolist()
         if self.lengths is not None:
             lengths = self.lengths[index]
         picked = self._map(lambda part: part[rows] if part.shape[:1] == (count,) else part)

@@ -235,8 +235,8 @@ class _Run:
         if not n:
             raise ValueError("data: expected at least one sequence, got none")
         if self.weights is not None:
-            each = self.weights if isinstance(self.weights, Tensor) else np.asarray(self.weights)
-            self.weights = as_tensor("weights", each, values, cast=False)
+            weights = self.weights if isinstance(self.weights, Tensor) else np.asarray(self.weights)
+            self.weights = as_tensor("weights", weights, values, cast=False)
             if self.weights.shape != (n,):
                 raise ValueError(f"weights: expected shape [{n}], got {list(self.weights.shape)}")
             self.weights = self.weights.to(self.device, torch.float64)

@@ -56,8 +56,8 @@ def first_steps(bulk: Transition, v: int, packed: Tensor | None) -> Transition:
     if len(steps) and int(steps.max()) >= trained:
         raise ValueError(f"data: expected at most {trained + 1} steps, got {int(steps.max()) + 2}")
     steps, pairs = steps.to(bulk.device), zip(bulk.parameters, bulk.leads, strict=True)
-    each = (one if lead[-1:] in ((), (1,)) else one.index_select(len(lead) - 1, steps) for one, lead in pairs)
-    return bulk.with_parameters(*each)
+    selected = (a if lead[-1:] in ((), (1,)) else a.index_select(len(lead) - 1, steps) for a, lead in pairs)
+    return bulk.with_parameters(*selected)
 
 
 def check_transitions(bulk: Transition, batch: tuple[int, ...], rows: int, c: int) -> None:
@@ -112,5 +112,5 @@ def _with_known_states(x: Tensor, states: Tensor) -> Tensor:
     if is_readable(states) and not bool(((states >= -1) & (states < c)).all()):
         got = f"{int(states.min())} to {int(states.max())}"
         raise ValueError(f"states: expected integers from -1 to {c - 1}, got {got}")
-    others = torch.arange(c, device=x.device) != states[..., None]
-    return x.masked_fill(others & (states >= 0)[..., None], -torch.inf)
+    excluded = torch.arange(c, device=x.device) != states[..., None]
+    return x.masked_fill(excluded & (states >= 0)[..., None], -torch.inf)

@@ -379,8 +379,8 @@ class LinearChainCRF(nn.Module):
 def _log_probability(chain: dict[str, Any], agreeing: Tensor) -> Tensor:
     """The log-probability of all paths through states that agree; both log-partitions are float64."""
     x = chain["x"]
-    chains = [Chain.of(**{**chain, "x": one}).in_place() for one in (torch.where(agreeing, x, -torch.inf), x)]
-    weight, norm = (one.by_sequence(one.map(log_norm)) for one in chains)
+    both = [Chain.of(**{**chain, "x": terms}).in_place() for terms in (torch.where(agreeing, x, -torch.inf), x)]
+    weight, norm = (chains.by_sequence(chains.map(log_norm)) for chains in both)
     # the whole sequence may be impossible: -inf - (-inf) must not become NaN
     impossible = (weight == -torch.inf) & ~norm.isnan()
     return torch.where(impossible, -torch.inf, weight - norm).to(x.dtype)

@@ -23,7 +23,7 @@ def broadcast(name: str, value: Tensor, shape: torch.Size) -> Tensor:
     try:
         return value.double().expand(shape)
     except RuntimeError:
-        raise ValueError(f"{name}: expected what broadcasts to {list(shape)}, got {list(value.shape)}") from None
+        raise ValueError(f"{name}: expected a shape that broadcasts to {[*shape]}, got {[*value.shape]}") from None
 
 
 def fill(values: Tensor, known: Tensor) -> Tensor:
@@ -67,20 +67,20 @@ def first_draw(module: Any, generator: Generator | None) -> None:
     """Call `reset_parameters` at the end of a constructor, and record for `set_parameters` what it drew."""
     module.reset_parameters(generator)
     for part in module.modules():
-        own = part.parameters(recurse=False)
-        part._first_draw = [(parameter.dtype, _fingerprint(parameter, parameter.dtype)) for parameter in own]
+        parameters = part.parameters(recurse=False)
+        part._first_draw = [(parameter.dtype, _fingerprint(parameter, parameter.dtype)) for parameter in parameters]
 
 
 def is_as_drawn(module: nn.Module) -> bool:
     """Whether the module's own parameters have the values that its constructor drew, perhaps in a wider dtype."""
     drawn: Any = getattr(module, "_first_draw", None)
-    own = list(module.parameters(recurse=False))
-    if drawn is None or len(own) != len(drawn) or not all(map(has_values, own)):
+    parameters = list(module.parameters(recurse=False))
+    if drawn is None or len(parameters) != len(drawn) or not all(map(has_values, parameters)):
         return False
     return all(
         _fingerprint(parameter, dtype) == fingerprint
         and torch.equal(parameter.to(dtype).to(parameter.dtype), parameter)
-        for parameter, (dtype, fingerprint) in zip(own, drawn, strict=True)
+        for parameter, (dtype, fingerprint) in zip(parameters, drawn, strict=True)
     )
 
 
@@ -110,9 +110,9 @@ def reset_parameters(
         return
     name, reset = name or type(module).__name__, getattr(module, "reset_parameters", None)
     if reset is None:
-        for own, parameter in module.named_parameters(recurse=False):
+        for attribute, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                expected = f"expected `reset_parameters` of {name}, which has {own}, got none"
+                expected = f"expected `reset_parameters` of {name}, which has {attribute}, got none"
                 raise ValueError(f"restarts: {expected}; give the module that method, or pass restarts=0")
         for child, part in module.named_children():
             reset_parameters(part, generator, without=without, name=f"{name}.{child}")

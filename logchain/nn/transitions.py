@@ -155,8 +155,8 @@ def _modules(structure: Transition, dims: int | tuple[int, ...] | None, prior: D
     if dims is None:
         expected = f"the axes along which parameters of {type(structure).__name__} sum to 1"
         raise ValueError(f"dims: expected {expected}, got None; pass them, such as dims=-1")
-    each = (dims,) * len(shapes) if isinstance(dims, int) else dims
-    return [LogWeights(*shape, dim=dim, prior=prior) for shape, dim in zip(shapes, each, strict=True)]
+    normalized_dims = (dims,) * len(shapes) if isinstance(dims, int) else dims
+    return [LogWeights(*shape, dim=dim, prior=prior) for shape, dim in zip(shapes, normalized_dims, strict=True)]
 
 
 def _layout(structure: Transition) -> list[Tensor]:
@@ -171,7 +171,7 @@ def _layout(structure: Transition) -> list[Tensor]:
 
 
 def _arcs(structure: Banded | Sparse) -> Tensor:
-    """The states that each value leads from and to, int64 `[2, *own]`."""
+    """The states that each value leads from and to, int64 `[2, *sizes]`."""
     if isinstance(structure, Sparse):
         return structure.indices
     target = torch.arange(structure.states, device=structure.device)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
-from ..kernels.message import Kept, Message, normalized
+from ..kernels.message import Message, Residuals, normalized
 from ..kernels.numbers import exact_sum
 from ..rescues import report_boundaries, report_chains
 
@@ -74,10 +74,11 @@ def backward(
     cut, flags = Cut(chain, segments), recomputed.view(-1, chain.g, chain.m)
     warm_up = None if kernels.on_gpu(chain.x) else int(extra)
     if warm_up == 0:
-        return kernels.backward(chain, Kept(log_norm, messages[: chain.v], flags[0]), weight, None, grad_x, grad_bulk)
+        whole = Residuals(log_norm, messages[: chain.v], flags[0])
+        return kernels.backward(chain, whole, weight, None, grad_x, grad_bulk)
     of_head, of_segments = cut.parts(messages)
     norms, weights = (cut.by_set(values.expand(cut.count, -1, -1)) for values in (log_norm, weight))
-    residuals = Kept(norms, of_segments, cut.by_set(flags[1:]), True)
+    residuals = Residuals(norms, of_segments, cut.by_set(flags[1:]), True)
     (head_x, into_x), (head_bulk, into_bulk) = cut.steps(grad_x), cut.matrices(grad_bulk)
     if grad_bulk is not None and cut.one_matrix:
         head_bulk = torch.empty_like(grad_bulk)
@@ -88,7 +89,7 @@ def backward(
 
     def before_segment(s: int, following: Tensor) -> Tensor:
         of_segment = cut.by_segment(of_segments, 1)[s].contiguous()
-        scanned = Kept(log_norm, of_segment, flags[1 + s], True)
+        scanned = Residuals(log_norm, of_segment, flags[1 + s], True)
         return kernels.backward(cut.segment(s), scanned, weight, following, None, None)
 
     if warm_up is None:
@@ -103,7 +104,7 @@ def backward(
         if not _verified(cut, before, guesses, -1, before_segment):
             before = before_segments(guesses)
         following = before[0]
-    start = kernels.backward(cut.head, Kept(log_norm, of_head, flags[0]), weight, following, head_x, head_bulk)
+    start = kernels.backward(cut.head, Residuals(log_norm, of_head, flags[0]), weight, following, head_x, head_bulk)
     if grad_bulk is not None and cut.one_matrix:
         grad_bulk.add_(head_bulk)
     return start
@@ -292,7 +293,7 @@ class Cut:
         return x[: self.rest + 1], x[self.rest + 1 :].unflatten(0, (self.count, self.length)).movedim(0, axis)
 
     def matrices(self, bulk: Tensor | None) -> tuple[Any, Any]:
-        """bulk (s, *own, c, c) of the head, and of the segments (length or 1, *own', c, c)."""
+        """bulk (s, *sets, c, c) of the head, and of the segments (length or 1, *sets', c, c)."""
         if bulk is None or self.one_matrix:
             return bulk, bulk
         return bulk[: self.rest], bulk[self.rest :].unflatten(0, (self.count, self.length)).transpose(0, 1)

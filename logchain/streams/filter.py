@@ -179,7 +179,7 @@ def smoothed(window: Window, transition: Transition | None, ready: int, lag: int
 
 def _check_alike(old: Transition, new: Transition) -> None:
     """Raise for structures that cannot be concatenated: all but leading axes and values of parameters must be equal."""
-    was, now = (tree_leaves([type(a), a.pattern or vars(a.with_parameters()), a.own_sizes]) for a in (old, new))
+    was, now = (tree_leaves([type(a), a.pattern or vars(a.with_parameters()), a.sizes]) for a in (old, new))
     pairs = zip(was, now, strict=False)
     if len(was) != len(now) or not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
         expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"

@@ -30,7 +30,7 @@ class Piece:
     """
 
     x: Tensor  # [*B, k, c]
-    transition: Transition  # parameters [*B or ones, k or 1, *own], into each variable
+    transition: Transition  # parameters [*B or ones, k or 1, *sizes], into each variable
     p0: Tensor  # [*B or ones, c]
     name: str
     counts: Tensor | None  # int64 [*B]
@@ -74,8 +74,8 @@ class Piece:
         """The transition; that of a piece with 0 in steps that no sequence uses, which may be NaN."""
         if self.name == "bulk":
             return self.transition
-        columns = zip(self.used(), self.transition.parameters, self.transition.own, strict=True)
-        weights = [torch.where(used[(..., *(None,) * own)], weights, 0.0) for used, weights, own in columns]
+        columns = zip(self.used(), self.transition.parameters, self.transition.axes, strict=True)
+        weights = [torch.where(used[(..., *(None,) * axes)], weights, 0.0) for used, weights, axes in columns]
         return self.transition.with_parameters(*weights)
 
     @cached_property
@@ -108,7 +108,7 @@ class Window(NamedTuple):
     x: Tensor  # [*B, n, c]
     messages: Tensor  # [*B, n, c]
     linked: Tensor  # [*B, n]
-    transition: Transition | None  # log-parameters [*B or ones, n, *own]
+    transition: Transition | None  # log-parameters [*B or ones, n, *sizes]
 
 
 class Survivors(NamedTuple):
@@ -221,9 +221,9 @@ def as_transition(name: str, matrices: Any, k: int, like: Tensor, viterbi: bool)
         raise ValueError(f"{name}: expected {c} states, got {transition} of {transition.states}")
     if viterbi:
         check_products(transition, name)
-    for parameter, own in zip(transition.parameters, transition.own, strict=True):
-        check_tensor(name, parameter, own, like=like)
-        lead, sizes = parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
+    for parameter, axes in zip(transition.parameters, transition.axes, strict=True):
+        check_tensor(name, parameter, axes, like=like)
+        lead, sizes = parameter.shape[: parameter.dim() - axes], parameter.shape[parameter.dim() - axes :]
         if sizes != (matrix or sizes) or lead[-1:] not in ((), (1,), (k,)):
             steps, remedy = ("1", "; pass matrices that change to update") if name == "bulk" else (f"{k} or 1", "")
             expected = f"{kind} [..., {steps}, {', '.join(map(str, matrix or sizes))}]"
@@ -291,20 +291,20 @@ def scaled(message: ScaledMessage, term: Tensor) -> ScaledMessage:
     return message._replace(scale=scale, error=error.where(scale.isfinite(), 0.0))
 
 
-def selected(mask: Tensor, message: ScaledMessage, other: ScaledMessage) -> ScaledMessage:
+def selected(mask: Tensor, message: ScaledMessage, replacement: ScaledMessage) -> ScaledMessage:
     """The message for the sequences in a mask [*B], and the other one for the rest."""
-    return ScaledMessage(*(torch.where(mask[..., None], *pair) for pair in zip(message, other, strict=True)))
+    return ScaledMessage(*(torch.where(mask[..., None], *pair) for pair in zip(message, replacement, strict=True)))
 
 
-def mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
+def mapped(function: Callable[..., Tensor], value: Any, *values: Any) -> Any:
     """The value with `function(*tensors)` for each of its tensors and those in its place in `others`."""
     if isinstance(value, Tensor):
-        return function(value, *others)
+        return function(value, *values)
     if isinstance(value, Transition):
-        columns = zip(*(structure.parameters for structure in (value, *others)), strict=True)
+        columns = zip(*(structure.parameters for structure in (value, *values)), strict=True)
         return value.with_parameters(*(function(*column) for column in columns))
     if isinstance(value, tuple):
-        return type(value)(*(mapped(function, *column) for column in zip(value, *others, strict=True)))
+        return type(value)(*(mapped(function, *column) for column in zip(value, *values, strict=True)))
     return value
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import kernels
 from ..autograd.scan import ScaledMessage
 from ..kernels.chain import Chain, Layout, arithmetic_dtype
-from ..kernels.message import Kept
+from ..kernels.message import Residuals
 from ..rescues import report_chains
 from .piece import Piece, selected
 
@@ -21,8 +21,8 @@ def stretch_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, *, entered
 
 def in_place(x: Tensor, bulk: Tensor) -> bool:
     """Whether the C loops read a piece in place: batch axes with separate matrices come first."""
-    own = Layout.of(x, bulk).own
-    return own == tuple(range(len(own)))
+    axes = Layout.of(x, bulk).set_axes
+    return axes == tuple(range(len(axes)))
 
 
 def plain_stretch(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, message: Tensor) -> Any:
@@ -76,6 +76,6 @@ def forward(
     leaving, messages = ScaledMessage(*after), None
     report_chains(count)
     if linear is not None:
-        messages = Kept(leaving.scale, linear, recomputed).logs(slice(int(entered), None))
+        messages = Residuals(leaving.scale, linear, recomputed).logs(slice(int(entered), None))
         messages = layout.batched(messages.movedim(0, 2))
     return leaving if piece.counts is None else selected(piece.counts > 0, leaving, entering), posteriors, messages

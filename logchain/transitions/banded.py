@@ -42,7 +42,7 @@ class Banded(Transition):
             [0.0000, 0.1000, 0.2000]])
     """
 
-    own = (2,)
+    axes = (2,)
     pattern: tuple[int, ...]
 
     def __init__(self, values: Tensor, offsets: Sequence[int]) -> None:

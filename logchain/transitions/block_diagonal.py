@@ -29,7 +29,7 @@ class BlockDiagonal(Product):
             [0.0000, 0.0000, 0.0000, 1.0000]])
     """
 
-    own = (3,)
+    axes = (3,)
 
     def __init__(self, blocks: Tensor) -> None:
         check_parameter("blocks", blocks, 3)
@@ -53,6 +53,6 @@ class BlockDiagonal(Product):
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
         """`P[source, target]`, weight zero between blocks; see `Transition.entries`."""
         size = self.blocks.shape[-1]
-        block, other = source // size, target // size
+        block, target_block = source // size, target // size
         weights = look_up(self.blocks, block, source % size, target % size)
-        return torch.where(block == other, weights, semiring.zero)
+        return torch.where(block == target_block, weights, semiring.zero)

@@ -12,7 +12,7 @@ from .transition import Transition, look_up
 class Dense(Transition):
     """The matrices `[*lead, c, c]` themselves; a step costs `c^2` multiply-adds."""
 
-    own = (2,)
+    axes = (2,)
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__(matrix)

@@ -72,7 +72,7 @@ class Duration(Transition):
             [0.0000, 0.0000, 1.0000, 0.0000]])
     """
 
-    own = (2, 2)
+    axes = (2, 2)
 
     def __init__(self, matrix: Tensor, durations: Tensor) -> None:
         check_parameter("matrix", matrix, 2)

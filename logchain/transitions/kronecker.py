@@ -45,7 +45,7 @@ class Kronecker(Product):
                 raise ValueError(f"matrices: expected square ones [..., c, c], got {list(matrix.shape)}")
         super().__init__(*matrices)
         sizes = tuple(matrix.shape[-1] for matrix in matrices)
-        self.states, self.own = math.prod(sizes), (2,) * len(sizes)
+        self.states, self.axes = math.prod(sizes), (2,) * len(sizes)
         factors = (
             Factor(size, size, math.prod(sizes[:place]), math.prod(sizes[place + 1 :]))
             for place, size in enumerate(sizes)

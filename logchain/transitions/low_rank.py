@@ -47,7 +47,7 @@ class LowRank(Product):
             if diagonal.shape[-1] != c:
                 raise ValueError(f"diagonal: expected [..., {c}] to go with left, got {list(diagonal.shape)}")
         super().__init__(left, right, *(() if diagonal is None else (diagonal,)))
-        self.states, self.own = c, (2, 2, 1)[: len(self.parameters)]
+        self.states, self.axes = c, (2, 2, 1)[: len(self.parameters)]
         self.pattern = Factors((Factor(c, r), Factor(r, c, transposed=True)), diagonal is not None)
 
     @property

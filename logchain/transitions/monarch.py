@@ -38,7 +38,7 @@ class Monarch(Product):
             [0.0000, 0.3750]])
     """
 
-    own = (3, 3)
+    axes = (3, 3)
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         check_parameter("left", left, 3)

@@ -33,5 +33,5 @@ class Product(Transition):
     @property
     def multiply_adds(self) -> int:
         """The multiply-adds of one step of one sequence."""
-        products = sum(factor.others * factor.entering * factor.leaving for factor in self.pattern.factors)
+        products = sum(factor.vectors * factor.entering * factor.leaving for factor in self.pattern.factors)
         return products + (self.states if self.pattern.diagonal else 0)

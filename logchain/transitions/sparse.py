@@ -72,7 +72,7 @@ class Sparse(Transition):
             [0.0000, 0.0000, 0.0000]])
     """
 
-    own = (1,)
+    axes = (1,)
 
     def __init__(self, indices: Tensor, values: Tensor, states: int | None = None) -> None:
         check_integers("indices", indices)
@@ -90,10 +90,10 @@ class Sparse(Transition):
 
     def with_parameters(self, *parameters: Tensor) -> "Sparse":
         """The same graph with other values, on their device; see `Transition.with_parameters`."""
-        other = super().with_parameters(*parameters)
+        copy = super().with_parameters(*parameters)
         if parameters and parameters[0].device != self.indices.device:
-            other._graph = _Graph(self.indices.to(parameters[0].device), self.states)
-        return other
+            copy._graph = _Graph(self.indices.to(parameters[0].device), self.states)
+        return copy
 
     @property
     def values(self) -> Tensor:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class Transition(ABC):
     r"""A transition matrix P `[from, to]` of c states, or a batch of them, in place of `bulk` in any function.
 
-    A user's structure has `states`, `parameters`, the number of `own` axes of each, and `apply`; all else follows.
+    A user's structure has `states`, `parameters`, the number of `axes` of each, and `apply`; all else follows.
     Where costs matter, `mT` and `entries` can take fewer operations than by `to_dense`.
 
     >>> class Shift(Transition):  # P(i, i + 1 mod c) = weight_i
-    ...     own = (1,)
+    ...     axes = (1,)
     ...
     ...     def __init__(self, weight):
     ...         super().__init__(weight)
@@ -40,17 +40,17 @@ class Transition(ABC):
 
     Attributes:
         states: c.
-        parameters: non-negative weights `[*B or ones, v-1 or 1, *own]`, or their logarithms where a function is called
-            with `log_params`. As with `bulk`, batch axes may be of size 1 or left out. A step axis of size 1, or none
-            and no batch axes either, means one matrix for every step. All have as many of these axes.
-        own: the number of each parameter's last axes, after batch and steps.
+        parameters: non-negative weights `[*B or ones, v-1 or 1, *sizes]`, or their logarithms where a function is
+            called with `log_params`. As with `bulk`, batch axes may be of size 1 or left out. A step axis of size 1, or
+            none and no batch axes either, means one matrix for every step. All have as many of these axes.
+        axes: the number of each parameter's axes, without those of batch and steps.
         sums: whether entries are sums of products of parameters, so that no best path passes through them.
         pattern: what the kernels of bands, arcs, durations and products take; None for a user's structures, which are
             computed in log space, in float64, by `apply`.
     """
 
     states: int
-    own: tuple[int, ...]
+    axes: tuple[int, ...]
     sums: ClassVar[bool] = False
     pattern: Any = None
 
@@ -59,7 +59,7 @@ class Transition(ABC):
 
     @abstractmethod
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
-        """`message @ P` `[*lead, rows, c]` of a message of that shape, for parameters `[*lead or ones, *own]`.
+        """`message @ P` `[*lead, rows, c]` of a message of that shape, for parameters `[*lead or ones, *sizes]`.
 
         In `LINEAR`, message and parameters are weights; in any other semiring, such as `LOG` or `MAX`, logarithms.
         `MAX` is not used where entries are `sums`.
@@ -76,7 +76,7 @@ class Transition(ABC):
         return Transposed(self)
 
     def entries(self, source: Tensor, target: Tensor, semiring: Semiring = LINEAR) -> Tensor:
-        """`P[source, target]` `[..., *lead]`, for indices that broadcast with the parameters' `[*lead, *own]`.
+        """`P[source, target]` `[..., *lead]`, for indices that broadcast with the parameters' `[*lead, *sizes]`.
 
         With `LOG`, parameters and entries are logarithms.
 
@@ -139,16 +139,16 @@ class Transition(ABC):
         return self.apply(unit.fill_diagonal_(semiring.one).expand(*self.lead, -1, -1), semiring)
 
     def with_parameters(self, *parameters: Tensor) -> "Self":
-        """The same structure with other parameters, as many and with the same own axes; leading axes may differ."""
-        other: Self = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.parameters = parameters
-        return other
+        """The same structure with other parameters, as many and with as many axes; leading axes may differ."""
+        copy: Self = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.parameters = parameters
+        return copy
 
-    def with_lead(self, axes: int) -> "Self":
-        """The same structure with `axes` leading axes, of size 1 where a parameter has fewer."""
-        pairs = zip(self.parameters, self.own, strict=True)
-        return self.with_parameters(*(with_axes(parameter, axes + own) for parameter, own in pairs))
+    def with_lead(self, count: int) -> "Self":
+        """The same structure with `count` leading axes, of size 1 where a parameter has fewer."""
+        pairs = zip(self.parameters, self.axes, strict=True)
+        return self.with_parameters(*(with_axes(parameter, count + axes) for parameter, axes in pairs))
 
     def between(self, start: int, stop: int) -> "Self":
         """The same structure at the steps from `start` to before `stop`; parameters that serve all steps stay."""
@@ -186,14 +186,14 @@ class Transition(ABC):
     @property
     def leads(self) -> list[torch.Size]:
         """The leading axes of each parameter: batch and steps."""
-        pairs = zip(self.parameters, self.own, strict=True)
-        return [parameter.shape[: parameter.dim() - own] for parameter, own in pairs]
+        pairs = zip(self.parameters, self.axes, strict=True)
+        return [parameter.shape[: parameter.dim() - axes] for parameter, axes in pairs]
 
     @property
-    def own_sizes(self) -> list[torch.Size]:
-        """The sizes of the own axes of each parameter."""
-        pairs = zip(self.parameters, self.own, strict=True)
-        return [parameter.shape[parameter.dim() - own :] for parameter, own in pairs]
+    def sizes(self) -> list[torch.Size]:
+        """The sizes of each parameter's `axes`."""
+        pairs = zip(self.parameters, self.axes, strict=True)
+        return [parameter.shape[parameter.dim() - axes :] for parameter, axes in pairs]
 
     @property
     def names(self) -> list[str]:
@@ -208,7 +208,7 @@ class Transition(ABC):
 
     @property
     def used(self) -> list[Tensor | None]:
-        """Which entries [*own] of each parameter have influence; None for all."""
+        """Which entries [*sizes] of each parameter have influence; None for all."""
         return [None] * len(self.parameters)
 
     @property
@@ -230,7 +230,7 @@ class Transposed(Transition):
 
     def __init__(self, of: Transition) -> None:
         super().__init__(*of.parameters)
-        self._of, self.states, self.own = of, of.states, of.own
+        self._of, self.states, self.axes = of, of.states, of.axes
 
     def apply(self, message: Tensor, semiring: Semiring) -> Tensor:
         """`message @ P`, see `Transition.apply`."""

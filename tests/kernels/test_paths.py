@@ -11,7 +11,7 @@ from logchain.kernels import messages_of
 from logchain.kernels.chain import Chain
 from logchain.kernels.cpu import arguments, team
 from logchain.kernels.cpu.dense import forward
-from logchain.kernels.message import Kept
+from logchain.kernels.message import Residuals
 from logchain.kernels.plain import sample as sample_plainly
 from logchain.kernels.plain import viterbi
 from tests.backends import on
@@ -91,6 +91,6 @@ def test_a_threshold_below_all_numbers(backend):
     """(1 - u) times the total is no float32: still no state of weight zero is drawn."""
     chain = Chain.of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
     messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
-    kept = Kept(torch.zeros(1, 2, dtype=F64), messages, torch.zeros(1, 2, dtype=torch.bool))
+    kept = Residuals(torch.zeros(1, 2, dtype=F64), messages, torch.zeros(1, 2, dtype=torch.bool))
     states = draw(backend, chain, kept, torch.full((4, 1, 2, 1), 1 - 2.0**-53, dtype=F64))
     assert states.view(4, 2).tolist() == [[1, 2]] * 4

@@ -198,7 +198,7 @@ def test_impossible_data_and_repetitions_have_probability_zero():
     assert all(parameter.grad.isfinite().all() for parameter in circuit.parameters())
     assert (circuit.posterior(data).states[1] == 0).all()
     for method in (circuit.conditionals, circuit.decode, circuit.sample_conditional):
-        with pytest.raises(ValueError, match=r"^data: expected what is possible, got log-probability -inf 1 times$"):
+        with pytest.raises(ValueError, match="^data: expected what is possible, .* -inf 1 times; give "):
             method(data)
     # the first repetition has no 0, the other nothing else
     shares = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])

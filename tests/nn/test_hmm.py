@@ -412,9 +412,9 @@ def test_sorted_states_are_the_same_model(name):
 
 def test_priors_are_sorted_or_refused():
     hmm = random_hmm(Gaussian(C, 2, prior=NormalInverseWishart(1.0, 3.0)))
-    hmm.transition.prior = Dirichlet(torch.arange(1.0, C * C + 1).view(C, C))
+    hmm.transition.weights[0].prior = Dirichlet(torch.arange(1.0, C * C + 1).view(C, C))
     hmm.sort_states(by=[2.0, 1.0, 3.0])
-    assert hmm.transition.prior.concentration.tolist() == [[5, 4, 6], [2, 1, 3], [8, 7, 9]]
+    assert hmm.transition.weights[0].prior.concentration.tolist() == [[5, 4, 6], [2, 1, 3], [8, 7, 9]]
     wishart = NormalInverseWishart(torch.ones(C, C), torch.arange(1.0, C + 1))
     coins = HMM(2, nn.Bernoulli(2, prior=Dirichlet(torch.tensor([2.0, 5.0]))))
     lasting = hmms.semi_markov(prior=Dirichlet(torch.arange(1.0, C + 1)[:, None]))

@@ -25,7 +25,7 @@ def numbers(seed: int, dtype: torch.dtype = torch.float64) -> Callable[..., torc
 class Shift(Transition):
     """A user's structure: P(i, i + by mod c) = weight_i."""
 
-    own = (1,)
+    axes = (1,)
 
     def __init__(self, weight: torch.Tensor, by: int = 1):
         super().__init__(weight)

@@ -144,8 +144,9 @@ class Poisson(Emission):
             ValueError: a rate is negative or not finite.
         """
         rates = broadcast("rates", rates, self.log_rates.shape)
-        if not (rates.isfinite() & (rates >= 0)).all():
-            raise ValueError("rates: expected finite, non-negative numbers")
+        valid = rates.isfinite() & (rates >= 0)
+        if not valid.all():
+            raise ValueError(f"rates: expected finite, non-negative numbers, got {rates[~valid][0]:g}")
         self.log_rates.copy_(rates.log())
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
@@ -224,8 +225,9 @@ class Binomial(Weighted):
             ValueError: a number is not from 0 to 1.
         """
         probabilities = broadcast("probabilities", probabilities, torch.Size(self.units))
-        if not ((probabilities >= 0) & (probabilities <= 1)).all():
-            raise ValueError("probabilities: expected numbers from 0 to 1")
+        valid = (probabilities >= 0) & (probabilities <= 1)
+        if not valid.all():
+            raise ValueError(f"probabilities: expected numbers from 0 to 1, got {probabilities[~valid][0]:g}")
         self.weights.set(torch.stack((probabilities, 1 - probabilities), -1))
 
     def log_density(self, data: Tensor) -> Tensor:
