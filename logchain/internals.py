@@ -72,6 +72,13 @@ def may_be_compiled() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def is_static(size: int) -> bool:
+    """Whether torch.compile knows a size as a number while it traces."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # takes long to import
+
+    return bool(has_static_value(size))
+
+
 def constant_in_graphs(function: _Function) -> _Function:
     """As `torch.compiler.assume_constant_result`, whose import takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from torch.distributions import Independent, MultivariateNormal
 
 from ..chain_arguments import ChainArguments
 from ..forward_backward import forward_backward
-from .emissions import Emission
+from .emissions import Emission, Product
 
 
 class FilteredStates(NamedTuple):
@@ -73,6 +73,9 @@ def mean_of(emission: nn.Module, shares: Tensor, covariates: Tensor | None) -> T
     """The mean of the data for probabilities of states, None if there is none."""
     if not isinstance(emission, Emission):
         return None
+    if isinstance(emission, Product):
+        columns: list[Any] = [mean_of(family, shares, covariates) for family in emission.families]
+        return None if any(column is None for column in columns) else emission.joined(columns)
     distribution: Any = emission.distribution
     try:
         if emission.takes_covariates and covariates is not None:
@@ -89,6 +92,9 @@ def mean_of(emission: nn.Module, shares: Tensor, covariates: Tensor | None) -> T
 
 def expected_data(emission: Emission, data: Tensor, known: Tensor, shares: Tensor, covariates: Tensor | None) -> Tensor:
     """The means where data are missing, or the most probable of finitely many values, for posteriors of states."""
+    if isinstance(emission, Product):
+        parts = emission.parts(data, known)
+        return emission.joined([expected_data(*part, shares, covariates).to(emission.dtype) for part in parts])
     if emission.num_values is not None:
         return mixed(emission, shares, emission.log_probabilities().exp()).argmax(-1)
     mean: Tensor | None = None

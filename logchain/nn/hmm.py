@@ -366,8 +366,9 @@ class HMM(ChainModel):
         return cast(HMM, hmm)
 
     def extra_repr(self) -> str:
-        """The number of states and the kind of initial distribution."""
-        return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"
+        """The number of states, and whether the initial distribution is stationary."""
+        stationary = ", initial='stationary'" if self.initial is None else ""
+        return f"num_states={self.num_states}{stationary}"
 
     @property
     def _is_trained(self) -> bool:

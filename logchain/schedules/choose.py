@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_alone, check_choice
-from ..internals import constant_in_graphs
+from ..internals import constant_in_graphs, is_static
 from ..kernels.chain import FEW_STATES, arithmetic_dtype, has_idle_threads
 
 Strategy = Literal["auto", "sequential", "segments", "tree"]
@@ -76,7 +76,7 @@ class Size(NamedTuple):
 
 def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto") -> Schedule:
     """The schedule of checked operands, a fixed one while torch.compile traces sizes that are not known."""
-    if torch.compiler.is_compiling() and not _known(x, bulk):
+    if torch.compiler.is_compiling() and not all(map(is_static, (*x.shape, *bulk.shape))):
         name, *numbers = strategy.split(":")
         cut = name == "segments" and not (lengths and kernels.on_gpu(p0))
         return Schedule(*(map(int, numbers) if numbers else [_UNKNOWN])) if cut else SEQUENTIAL
@@ -86,14 +86,6 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: bool, strategy: str = "auto
 @constant_in_graphs
 def _threads() -> int:
     return torch.get_num_threads()
-
-
-def _known(x: Tensor, bulk: Tensor) -> bool:
-    """Whether all sizes are numbers while torch.compile traces."""
-    from torch.fx.experimental import symbolic_shapes  # takes long to import
-
-    known = getattr(symbolic_shapes, "has_static_value", lambda size: False)
-    return all(known(size) for size in (*x.shape, *bulk.shape))
 
 
 def choose(size: Size, gpu: bool, strategy: str) -> tuple[Schedule, str]:

@@ -234,10 +234,25 @@ def test_parameters_without_effect_and_shared_ones_count_once():
         assert report.num_parameters == expected
 
 
-def test_product_has_no_mean_and_cannot_impute():
-    hmm = nn.HMM(2, nn.Product(nn.Gaussian(2), nn.Poisson(2)))
-    data = torch.ones(3, 4, 2)
+def test_product_has_means_and_imputes_as_one_family_of_independent_parts():
+    pair, single, vectors = nn.Gaussian(2, 2, "full"), nn.Gaussian(2), nn.Gaussian(2, 3, "full")
+    means = torch.randn(2, 3, generator=seeded())
+    spreads = torch.tensor([[2.0, 1.5, 0.0], [1.5, 3.0, 0.0], [0.0, 0.0, 4.0]])
+    pair.set(means[:, :2], spreads[:2, :2]), single.set(means[:, 2], spreads[2, 2]), vectors.set(means, spreads)
+    parts = nn.HMM(2, nn.Product(pair, single)).double()
+    whole = nn.HMM(2, vectors).double()
+    for name in ("initial", "transition"):
+        getattr(parts, name).load_state_dict(getattr(whole, name).state_dict())
+    data = torch.randn(3, 5, 3, generator=seeded(), dtype=F64)
+    torch.testing.assert_close(parts.forecast(data, 2).mean, whole.forecast(data, 2).mean)
+    data[0, 1, 0] = data[1, 2, 1:] = data[2, 3] = torch.nan
+    torch.testing.assert_close(parts.impute(data), whole.impute(data))
+
+
+def test_product_with_categories_imputes_the_most_probable():
+    kinds = nn.Categorical(2, 3)
+    kinds.weights.set(torch.tensor([[0.1, 0.2], [0.2, 0.2], [0.7, 0.6]]))
+    hmm = nn.HMM(2, nn.Product(kinds, nn.Gaussian(2)))
+    data = torch.tensor([[1.0, 0.5], [torch.nan, 0.5], [0.0, torch.nan]])
     assert hmm.forecast(data, 2).mean is None
-    data[0, 1, 0] = torch.nan
-    with pytest.raises(NotImplementedError):
-        hmm.impute(data)
+    assert hmm.impute(data)[:, 0].tolist() == [1, 2, 0]

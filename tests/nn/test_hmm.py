@@ -139,6 +139,7 @@ def test_stationary_start_of_rare_states_keeps_its_digits_and_has_gradients():
     with pytest.raises(ValueError, match="transition: expected every state to reach every other"):
         hmm.log_prob(nothing)
     hmm, data = random_hmm(initial="stationary"), categories(5, V)
+    assert "initial='stationary'" in repr(hmm)
     assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data), tuple(hmm.parameters()))
 
 

@@ -132,26 +132,27 @@ class Product(Emission):
 
     def start(self, data: Tensor, known: Tensor | None, generator: Generator | None, **covariates: Tensor) -> None:
         """Initialize all families, by clusters of whole vectors."""
-        for family, part, mask in self._parts(data, known):
+        for family, part, mask in self.parts(data, known):
             family.initialize(part, mask, generator=generator)
         self.fit_clusters(data, known, generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        total: Tensor = sum(family(part, mask) for family, part, mask in self._parts(*self.known(data, observed)))
+        total: Tensor = sum(family(part, mask) for family, part, mask in self.parts(*self.known(data, observed)))
         return total
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        return self._joined([family.fill(part, mask) for family, part, mask in self._parts(data, known)])
+        return self.joined([family.fill(part, mask) for family, part, mask in self.parts(data, known)])
 
     def draw(self, states: Tensor, generator: Generator | None = None, **covariates: Tensor) -> Tensor:
         """One observation of each of the states `[..., *U, d]`, a floating tensor: see `Emission.draw`."""
-        return self._joined([family.draw(states, generator).to(self.dtype) for family in self.families])
+        return self.joined([family.draw(states, generator).to(self.dtype) for family in self.families])
 
     def mode(self) -> tuple[Tensor, Tensor]:
         modes = [family.mode() for family in self.families]
-        return self._joined([places.to(self.dtype) for places, _ in modes]), sum(logs for _, logs in modes)
+        return self.joined([places.to(self.dtype) for places, _ in modes]), sum(logs for _, logs in modes)
 
-    def _parts(self, data: Tensor, known: Tensor | None) -> list[tuple[Any, Tensor, Any]]:
+    def parts(self, data: Tensor, known: Tensor | None) -> list[tuple[Any, Tensor, Any]]:
+        """Each family with its columns `[..., *U]` or `[..., *U, d]` of data and of a mask."""
         masks = [None] * len(self.sizes) if known is None else self._columns(known)
         return list(zip(self.families, self._columns(data), masks, strict=True))
 
@@ -160,6 +161,7 @@ class Product(Emission):
         parts = zip(self.families, values.split(self.sizes, -1), strict=True)
         return [part if family.event else part[..., 0] for family, part in parts]
 
-    def _joined(self, columns: list[Tensor]) -> Tensor:
+    def joined(self, columns: list[Tensor]) -> Tensor:
+        """The vectors `[..., *U, d]` of the columns of all families."""
         parts = zip(self.families, columns, strict=True)
         return torch.cat([part if family.event else part[..., None] for family, part in parts], -1)
