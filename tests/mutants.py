@@ -127,6 +127,8 @@ MUTANTS = [
     Mutant("rows before a flush are forgotten", C + "counts.h",
            "(t->flushed ? t->total[k] : 0) + (double)t->partial[k]", "(double)t->partial[k]",
            table("thousands_of_rows")),
+    Mutant("counts of a single sequence have the message of its first state", C + "counts.h",
+           "single ? forward[k] : 1", "single ? forward[0] : 1", table(f"{VALUES} and cpu-product")),
     Mutant("no weight of a sequence in its posteriors", C + "backward.h",
            "row_posterior(c, width, state, row, (real)a->weight[q], gradient, member)",
            "row_posterior(c, width, state, row, 1, gradient, member)", table(f"{VALUES} and cpu-product")),

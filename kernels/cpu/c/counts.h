@@ -67,32 +67,6 @@ INLINE double gradient_of_entry(const Counts *t, const Pass *w, Factors unscale,
 }
 INLINE Factors unscale_of(const Pass *w) { return factors_of(logs(w->a) ? 0 : -w->matrix.exponent); }
 
-/* A step's gradient. */
-static void write_counts(Counts *t, const Pass *w, real *out) {
-    const Matrix *m = &w->matrix;
-    reals high = {0};
-    int64_t c = m->c, across = padded(w->width);
-    int by_log = logs(w->a), scaled = m->exponent != 0 && !by_log;
-    Factors unscale = unscale_of(w);
-    real factor = UNSHARE * (real)t->weight;
-    Mode before = mode_now();
-    if (scaled) set_mode(t->mode); /* likely transitions over large entries are denormal numbers */
-    for (int64_t k = 0; k < c; k++) {
-        const real *p = m->entries + k * m->row, *sums = t->partial + k * across;
-        for (int64_t v = 0; v < vectors_of(m->width); v++) {
-            int64_t j = start_of(v, m->width);
-            reals entries = load(p + j), count = load(sums + j) * factor;
-            high = larger(entries, high);
-            if (t->flushed || c < LANES || scaled) continue;
-            store(out + k * c + j, where(is_zero(entries), (reals){0}, by_log ? count * entries : count));
-        }
-        for (int64_t j = 0; j < c && (t->flushed || c < LANES || scaled); j++)
-            out[k * c + j] = (real)gradient_of_entry(t, w, unscale, k, j);
-    }
-    check_large(t, high);
-    set_mode(before);
-}
-
 static void flush(Counts *t, const Pass *w) {
     for (int64_t k = 0; k < w->a->states * padded(w->width); k++)
         t->total[k] = (t->flushed ? t->total[k] : 0) + (double)t->partial[k];
@@ -116,6 +90,37 @@ static void add_rows(Counts *t, const Pass *w, int64_t count, const real *forwar
 
 INLINE const real *entry_at(const Chain *a, int64_t set, int64_t step, int64_t k, int64_t j) {
     return matrix_at(&a->bulk, set, step) + k * a->bulk.from + j * a->bulk.to;
+}
+
+/* The gradient of the matrix into a step, from the rows of S and of sources of `count` places. */
+static void write_counts(Counts *t, const Pass *w, int64_t count, const real *forward, real *source, int64_t step) {
+    const Chain *a = w->a;
+    const Matrix *m = &w->matrix;
+    real *out = matrix_at(&a->grad_bulk, w->set, step);
+    reals high = {0};
+    int64_t c = m->c, across = padded(w->width);
+    int by_log = logs(a), scaled = m->exponent != 0 && !by_log, by_entry = count >= ADDED || c < LANES || scaled;
+    int single = count == 1 && !by_entry; /* the products of one row need no sums */
+    Factors unscale = unscale_of(w);
+    real factor = UNSHARE * (real)t->weight;
+    if (!single) add_rows(t, w, count, forward, source);
+    Mode before = scaled ? mode_now() : 0;
+    if (scaled) set_mode(t->mode); /* likely transitions over large entries are denormal numbers */
+    for (int64_t k = 0; k < c; k++) {
+        const real *p = m->entries + k * m->row, *sums = single ? source : t->partial + k * across;
+        real share = single ? forward[k] : 1;
+        if (step > 1) fetch_row(c, entry_at(a, w->set, step - 1, k, 0)), fetch_row(c, out + k * c - a->grad_bulk.step);
+        for (int64_t v = 0; v < vectors_of(m->width); v++) {
+            int64_t j = start_of(v, m->width);
+            reals entries = load(p + j), counts = load(sums + j) * share * factor;
+            high = larger(entries, high);
+            if (!by_entry) store(out + k * c + j, where(is_zero(entries), (reals){0}, by_log ? counts * entries : counts));
+        }
+        for (int64_t j = 0; j < c && by_entry; j++) out[k * c + j] = (real)gradient_of_entry(t, w, unscale, k, j);
+    }
+    check_large(t, high);
+    if (scaled) set_mode(before);
+    t->added = t->flushed = 0;
 }
 
 /* P log P of the matrix into a step; 0 where P is. */
@@ -188,11 +193,7 @@ static void count_step(Counts *t, Pass *w, int64_t count, const real *forward, r
         else add_rows(t, w, count, forward, source);
     } else if (a->means.data) add_means(t, w, count, forward, source);
     else if (count == 0) clear(w->matrix.c * w->matrix.c, matrix_at(&a->grad_bulk, w->set, step));
-    else {
-        add_rows(t, w, count, forward, source);
-        write_counts(t, w, matrix_at(&a->grad_bulk, w->set, step));
-        t->added = t->flushed = 0;
-    }
+    else write_counts(t, w, count, forward, source, step);
 }
 
 /* Adds the sum over all steps to the gradient of their one matrix, or their mean. */

@@ -15,17 +15,19 @@
 #if defined(__x86_64__)
 typedef uint32_t Mode;
 INLINE Mode mode_now(void) { Mode mode; __asm__ volatile("stmxcsr %0" : "=m"(mode)); return mode; }
-/* Keeps the marks of exceptions. No compiler moves this across reads and writes of memory. */
+/* No compiler moves this across reads and writes of memory. */
+INLINE void load_mode(Mode mode) { __asm__ volatile("ldmxcsr %0" : : "m"(mode) : "memory"); }
+/* Keeps the marks of exceptions. */
 INLINE void set_mode(Mode mode) {
     Mode marks = 0x3f;
-    mode = (mode & ~marks) | (mode_now() & marks);
-    __asm__ volatile("ldmxcsr %0" : : "m"(mode) : "memory");
+    load_mode((mode & ~marks) | (mode_now() & marks));
 }
 enum { FLUSH = 1 << 15, ANY_FLUSH = 1 << 15 | 1 << 6 };
 #elif defined(__aarch64__)
 typedef uint64_t Mode;
 INLINE Mode mode_now(void) { Mode mode; __asm__ volatile("mrs %0, fpcr" : "=r"(mode)); return mode; }
-INLINE void set_mode(Mode mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+INLINE void load_mode(Mode mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+INLINE void set_mode(Mode mode) { load_mode(mode); }
 enum { FLUSH = 1 << 24, ANY_FLUSH = 1 << 24 };
 #else
 #error "flush to zero: expected x86-64 or aarch64"
@@ -34,7 +36,7 @@ enum { FLUSH = 1 << 24, ANY_FLUSH = 1 << 24 };
 /* Sets flush to zero on this thread, unless weights are not `ordinary`; the mode before, for set_mode. */
 INLINE Mode flush_to_zero(int ordinary) {
     Mode before = mode_now();
-    if (ordinary) set_mode(before | FLUSH);
+    if (ordinary) load_mode(before | FLUSH);
     return before;
 }
 
