@@ -9,6 +9,8 @@ import torch
 
 import logchain
 from logchain import reference
+from logchain.memory import peak_bytes
+from logchain.transitions import Banded
 from tests import oracle
 from tests.contract import depth, gradient_bound, unit, value_bound
 from tests.expected import assert_posteriors
@@ -32,6 +34,16 @@ def test_entropy_and_divergence_are_sums_over_all_paths(seed, zeros):
     chances_of_other = probabilities(other)
     divergence = sum(chance * np.log(chance / chances_of_other[path]) for path, chance in chances.items() if chance)
     np.testing.assert_allclose(logchain.kl_divergence(operands, other), divergence, atol=1e-13)
+
+
+def test_entropy_of_sharp_left_to_right_chains_keeps_no_counts_of_steps():
+    generator, v, c = torch.Generator().manual_seed(0), 100, 100
+    line = Banded(torch.rand(2, c, generator=generator) + 0.1, [0, 1])
+    x, p0 = 30 * torch.randn(2, v, c, generator=generator), torch.rand(c, generator=generator)
+    lengths, bulk = torch.tensor([100, 60]), line.to_dense()
+    exact = logchain.entropy(x.double(), line.to(F64), p0.double(), lengths=lengths)
+    torch.testing.assert_close(logchain.entropy(x, bulk, p0, lengths=lengths).double(), exact, rtol=1e-6, atol=0)
+    assert peak_bytes(lambda: [logchain.entropy(x, bulk, p0, lengths=lengths)]) < (v - 1) * c**2 * 4
 
 
 def test_divergence_where_one_forbids_what_the_other_does():
